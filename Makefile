@@ -1,0 +1,41 @@
+# Every target makes its environment first; the second time it starts at once.
+PYTHON ?= python3
+ARGS ?=
+BIN := .venv/bin
+PIP := $(BIN)/pip --disable-pip-version-check install
+
+.PHONY: serve test check bench bench-equality lock clean
+
+serve: .venv/ready
+	@$(BIN)/kvferry serve $(ARGS)
+
+test: .venv/ready
+	@$(BIN)/pytest $(ARGS)
+
+check: .venv/ready
+	@$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy
+
+bench: .venv/ready
+	@$(BIN)/python -m kvferry.bench $(ARGS)
+
+bench-equality: .venv/ready
+	@$(BIN)/python -m kvferry.bench.equality $(ARGS)
+
+lock: .venv/ready
+	$(PIP) --upgrade --upgrade-strategy eager --editable '.[dev]' setuptools wheel
+	(head -1 requirements.lock; $(BIN)/pip freeze --all --exclude-editable --exclude pip \
+	| grep -Ev '^(nvidia|triton)' | sed 's/+.*//') > .venv/lock && mv .venv/lock requirements.lock
+
+clean:
+	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# The last step looks at dependencies: it finds all of them there but the CUDA libraries that some
+# builds of torch want beside them.
+.venv/ready: requirements.lock pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("kvferry needs Python 3.11 or newer: make PYTHON=...")'
+	@echo "Making .venv: about a minute, and a download of some hundred MB unless pip has them"
+	@$(PYTHON) -m venv .venv
+	@$(PIP) --no-deps --requirement requirements.lock
+	@$(PIP) --quiet --no-build-isolation --constraint requirements.lock --editable .
+	@touch $@

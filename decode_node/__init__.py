@@ -1,0 +1,1 @@
+"""The decode node: admission, shipped blocks, continuous batching, sampling, local prefill."""

@@ -1,0 +1,201 @@
+"""What the decode node knows of a request and of each sequence it runs for it.
+
+Owns plain state and the rules by which a choice ends; it holds no blocks of its own account (the
+scheduler moves block numbers in and out) and sends nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvferry.kernels.sampling import SamplingParams
+from kvferry.kvstore.keys import chain, split_keys, unpack_tokens
+from kvferry.kvstore.router import Peer
+from kvferry.kvstore.wire import Generate, PromptSources, Stages
+
+
+class Phase(Enum):
+    """The life of a sequence.
+
+    WAITING ─► RECEIVING ─► PREFILLING ─► DECODING ─► ENDED
+       │  └────────────────────►┘             │
+       └◄──────────── preempted ──────────────┘
+
+    WAITING holds nothing. RECEIVING waits for shipped blocks. PREFILLING computes what is left of
+    its tokens here, at least the last one, whose logits choose the next. ENDED holds nothing.
+    """
+
+    WAITING = "waiting"
+    RECEIVING = "receiving"
+    PREFILLING = "prefilling"
+    DECODING = "decoding"
+    ENDED = "ended"
+
+
+@dataclass(slots=True)
+class Timeline:
+    """Readings of this process's monotonic clock in a request's first life; 0: not reached."""
+
+    arrived: float
+    admitted: float = 0.0
+    lookup_s: float = 0.0
+    shipped_from: float = 0.0
+    """When the prefill node's last chunk ended, on our clock; 0 without one."""
+    first_step: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+
+    def stages(self) -> Stages:
+        """Disjoint intervals from arrival to the first token, in ms."""
+        if not self.first_token:
+            return Stages()
+        between = max(0.0, self.first_step - self.admitted)
+        transfer = min(self.handoff_s, between)
+        return Stages(
+            queue=1e3 * max(0.0, self.admitted - self.arrived - self.lookup_s),
+            lookup=1e3 * self.lookup_s,
+            prefill=1e3 * (between - transfer),
+            transfer=1e3 * transfer,
+            first_step=1e3 * (self.first_token - self.first_step),
+        )
+
+    @property
+    def handoff_s(self) -> float:
+        """From the end of the prefill node's last chunk to the start of the first step."""
+        return max(0.0, self.first_step - self.shipped_from) if self.shipped_from else 0.0
+
+
+@dataclass(slots=True)
+class Request:
+    """One `Generate`, its clock and its counts."""
+
+    peer: Peer
+    message: Generate
+    timeline: Timeline
+    prompt: list[int]
+    keys: list[bytes]
+    """Keys of the prompt's whole blocks."""
+    params: SamplingParams
+    forced: list[int]
+    unfinished: set[int]
+    """Choices that have not ended."""
+    outputs: dict[int, list[int]]
+    sources: PromptSources = field(default_factory=PromptSources)
+    bytes_shipped: int = 0
+    preemptions: int = 0
+    overrun: int = 0
+
+    @property
+    def order(self) -> tuple[int, float]:
+        """Lower runs first and is preempted last."""
+        return (self.message.priority, self.timeline.arrived)
+
+    @property
+    def generated(self) -> int:
+        return sum(len(output) for output in self.outputs.values())
+
+    def finish_reason(self, choice: int, token: int) -> str:
+        """Why `token`, just appended to the choice's output, is its last; empty if it is not."""
+        count = len(self.outputs[choice])
+        if count > self.message.min_tokens:
+            if token in self.message.eos_ids:
+                return "stop"
+            if token in self.message.stop_token_ids:
+                return f"stop:{token}"
+        return "length" if count >= self.message.max_tokens else ""
+
+
+def open_request(peer: Peer, message: Generate, now: float) -> Request:
+    """Unpacks a `Generate`; ValueError when its parts contradict each other."""
+    sampling = message.sampling
+    resumed = {
+        choice: unpack_tokens(packed) for choice, packed in enumerate(message.outputs) if packed
+    }
+    if any(choice >= message.choices for choice in resumed):
+        raise ValueError(f"{len(message.outputs)} outputs for {message.choices} choices")
+    outputs = {choice: resumed.get(choice, []) for choice in range(message.choices)}
+    prompt = unpack_tokens(message.prompt)
+    if not prompt:
+        raise ValueError("the prompt is empty")
+    return Request(
+        peer=peer,
+        message=message,
+        timeline=Timeline(arrived=now),
+        prompt=prompt,
+        keys=split_keys(message.keys),
+        params=SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            repetition_penalty=sampling.repetition_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            presence_penalty=sampling.presence_penalty,
+            logit_bias=sampling.logit_bias,
+            min_tokens=message.min_tokens,
+            logprobs=sampling.logprobs,
+        ),
+        forced=unpack_tokens(message.forced),
+        unfinished=set(range(message.choices)),
+        outputs=outputs,
+    )
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """Tokens that grow in one block table: all choices until the first step, then one each."""
+
+    request: Request
+    choices: list[int]
+    tokens: list[int]
+    keys: list[bytes]
+    """Keys of the whole blocks of `tokens` known so far."""
+    phase: Phase = Phase.WAITING
+    blocks: list[int] = field(default_factory=list)
+    computed: int = 0
+    """Leading tokens whose keys and values are in the blocks."""
+    spare: list[int] = field(default_factory=list)
+    """Blocks reserved at admission for the forks and for growth."""
+    admitted_before: bool = False
+    from_device: int = 0
+    """Tokens found in a pool at the first admission: here, or on the prefill node."""
+    from_prefill: int = 0
+    """Tokens that the prefill node computed for it."""
+
+    @property
+    def remaining(self) -> int:
+        return len(self.tokens) - self.computed
+
+    def count(self, *, device: int, prefill: int) -> None:
+        """Notes where tokens came from."""
+        self.from_device += device
+        self.from_prefill += prefill
+
+    @property
+    def growth_left(self) -> int:
+        """How many tokens it may still generate."""
+        done = len(self.request.outputs[self.choices[0]])
+        return max(0, self.request.message.max_tokens - done)
+
+
+def prompt_sources(sequence: Sequence) -> PromptSources:
+    """Where the prompt came from, when its first token is known; whatever nobody shipped or had
+    was computed here. A resumed sequence may have got more than the prompt: the rest is cut."""
+    length = len(sequence.request.prompt)
+    device = min(sequence.from_device, length - 1)
+    prefill = min(sequence.from_prefill, length - device)
+    return PromptSources(device=device, prefill=prefill, decode=length - device - prefill)
+
+
+def open_sequences(request: Request, block_size: int) -> list[Sequence]:
+    """One sequence for all choices of a fresh request; one each for a resumed one."""
+    if not any(request.outputs.values()):
+        choices = sorted(request.unfinished)
+        return [Sequence(request, choices, list(request.prompt), list(request.keys))]
+    root = request.message.root
+    resumed = {choice: request.prompt + output for choice, output in request.outputs.items()}
+    return [
+        Sequence(request, [choice], tokens, list(chain(root, tokens, block_size)))
+        for choice, tokens in resumed.items()
+    ]

@@ -1,0 +1,119 @@
+"""One step of the decode node: the batch runs, tokens are drawn, choices grow, fork and end.
+
+Owns nothing but the order of these acts; it turns a plan into tokens and tells the scheduler what
+became of each sequence. It sends nothing: what a step produced is returned.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from kvferry.decode_node.request import Phase, Request, Sequence, prompt_sources
+from kvferry.decode_node.scheduler import DecodeScheduler, Plan
+from kvferry.kernels.engine import Batch, Engine, Logits, Span
+from kvferry.kernels.sampling import Sampled, sample
+from kvferry.kvstore.wire import Token
+
+
+@dataclass(slots=True)
+class Produced:
+    """What one step made."""
+
+    tokens: list[tuple[Request, Token]] = field(default_factory=list)
+    ended: list[Sequence] = field(default_factory=list)
+    failed: list[tuple[Request, str]] = field(default_factory=list)
+    """Requests whose logits were not numbers, with what is to be said of it."""
+
+
+class Stepper:
+    def __init__(self, engine: Engine, scheduler: DecodeScheduler) -> None:
+        self._engine = engine
+        self._scheduler = scheduler
+
+    def run(self, plan: Plan, between_layers: Callable[[], None]) -> Produced:
+        """Runs the plan's slices in one pass."""
+        started = time.monotonic()
+        for sequence, _, _ in (one for one in plan.slices if one.is_last):
+            if not sequence.request.timeline.first_step:
+                sequence.request.timeline.first_step = started
+        batch = Batch(
+            tuple(
+                Span(
+                    one.sequence.tokens[one.start : one.end],
+                    one.start,
+                    one.sequence.blocks,
+                    one.is_last,
+                )
+                for one in plan.slices
+            )
+        )
+        logits = self._engine.forward(batch, between_layers)
+        produced = Produced()
+        row = 0
+        for one in plan.slices:
+            chooses = one.is_last
+            self._scheduler.advance(one.sequence, one.end)
+            if chooses:
+                try:
+                    self._choose(one.sequence, logits[row], produced)
+                except ValueError as error:
+                    produced.failed.append((one.sequence.request, str(error)))
+                row += 1
+        return produced
+
+    def _choose(self, sequence: Sequence, row: Logits, produced: Produced) -> None:
+        request = sequence.request
+        first = sequence.phase is Phase.PREFILLING
+        choices = list(sequence.choices)
+        sequence.phase = Phase.DECODING
+        sequences = [sequence]
+        for fork in self._scheduler.fork(sequence):
+            if fork.copy is not None:
+                self._engine.copy(*fork.copy)
+            sequences.append(fork.sequence)
+        now = 0.0
+        for one, choice in zip(sequences, choices, strict=True):
+            token = self._append(one, choice, row)
+            now = time.monotonic()
+            produced.tokens.append((request, token))
+            if token.finish:
+                produced.ended.append(one)
+        if first and not request.timeline.first_token:
+            request.timeline.first_token = now
+            request.sources = prompt_sources(sequence)
+        request.timeline.last_token = now
+
+    def _append(self, sequence: Sequence, choice: int, row: Logits) -> Token:
+        request = sequence.request
+        output = request.outputs[choice]
+        index = len(output)
+        drawn = self._draw(request, choice, output, row)
+        output.append(drawn.token)
+        sequence.tokens.append(drawn.token)
+        return Token(
+            request.message.request,
+            choice,
+            index,
+            drawn.token,
+            request.finish_reason(choice, drawn.token),
+            drawn.logprob or 0.0,
+            drawn.top,
+        )
+
+    def _draw(self, request: Request, choice: int, output: list[int], row: Logits) -> Sampled:
+        index = len(output)
+        params = request.params
+        if index < len(request.forced):
+            params = replace(params, temperature=0.0, logit_bias=((request.forced[index], 1e9),))
+        return sample(
+            row,
+            params,
+            seed=request.message.seed,
+            choice=choice,
+            position=index,
+            prompt=request.prompt,
+            output=output,
+            suppressed=request.message.eos_ids + request.message.stop_token_ids,
+        )

@@ -1,0 +1,90 @@
+"""The application: which path leads to which handler, and where every error goes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from kvferry.gateway.api import Api, unsupported
+from kvferry.gateway.edge import Edge, record_of
+from kvferry.gateway.errors import ApiError, from_http, to_response
+from kvferry.gateway.service import Gateway
+
+Handler = Callable[[Request], Coroutine[Any, Any, Response]]
+
+MISSING = {
+    "/v1/responses": "The Responses API",
+    "/v1/responses/input_tokens": "The Responses API",
+    "/v1/messages": "The Messages API",
+    "/v1/messages/count_tokens": "The Messages API",
+    "/v1/embeddings": "The Embeddings API",
+    "/v1/systemone": "The System One API",
+    "/v1/decisions": "The Decisions API",
+}
+
+
+def build_app(gateway: Gateway) -> Starlette:
+    """The ASGI application of a gateway. Its lifespan starts and closes the links to the nodes."""
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        gateway.nodes.start()
+        try:
+            yield
+        finally:
+            gateway.close()
+
+    app = Starlette(
+        routes=_routes(Api(gateway)),
+        middleware=[Middleware(Edge, gateway=gateway)],
+        exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_error},
+        lifespan=lifespan,
+    )
+    app.router.redirect_slashes = False
+    return app
+
+
+def _routes(api: Api) -> list[Route]:
+    return [
+        _post("/v1/chat/completions", api.chat_completions),
+        _post("/v1/completions", api.completions),
+        _get("/v1/models", api.models),
+        _get("/v1/models/{name:path}", api.model),
+        _post("/tokenize", api.tokenize),
+        _post("/detokenize", api.detokenize),
+        _get("/", api.root),
+        _get("/health", api.health),
+        _get("/ready", api.ready),
+        _get("/readyz", api.ready),
+        _get("/metrics", api.metrics),
+        _get("/version", api.version),
+        _get("/debug/ledger", api.ledger),
+        *(_post(path, unsupported(feature)) for path, feature in MISSING.items()),
+    ]
+
+
+def _get(path: str, handler: Handler) -> Route:
+    return Route(path, handler, methods=["GET"])
+
+
+def _post(path: str, handler: Handler) -> Route:
+    return Route(path, handler, methods=["POST"])
+
+
+async def _on_api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    record_of(request).code = error.code or error.kind
+    return to_response(error)
+
+
+async def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return await _on_api_error(request, from_http(error, request.url.path))

@@ -1,0 +1,50 @@
+"""The gateway's settings: one frozen value, read once from flags and environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from kvferry.kvstore.settings import Size, default_cache_dir, flag, flag_from_environ, positional
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayConfig:
+    """`kvferry gateway`."""
+
+    model: str | None = positional(None, "folder, .gguf file or hub id [SmolLM2-135M-Instruct]")
+    host: str = flag("127.0.0.1", "address to listen on")
+    port: int = flag(8000, "port to listen on; 0: any free one", minimum=0)
+    decode_node: tuple[str, ...] = flag(
+        (), "a decode node, tcp://HOST:PORT; repeatable", metavar="ADDRESS"
+    )
+    prefill_node: tuple[str, ...] = flag(
+        (), "a prefill node, tcp://HOST:PORT; repeatable", metavar="ADDRESS"
+    )
+    served_model_name: tuple[str, ...] = flag((), "name in the API; repeatable [the folder's name]")
+    api_key: tuple[str, ...] = flag(
+        (), "NAME=SECRET or SECRET; repeatable [none: open to all]", metavar="KEY", secret=True
+    )
+    admin_api_key: str | None = flag(
+        None, "secret for /debug and administration", metavar="KEY", secret=True
+    )
+    chat_template: Path | None = flag(None, "file with another chat template", metavar="FILE")
+    max_num_queued_reqs: int = flag(
+        1024, "requests that may wait for their first token", minimum=1, metavar="N"
+    )
+    max_request_bytes: Size = flag(16 << 20, "longest body of a request", minimum=1)
+    sse_keep_alive_interval: float = flag(
+        10.0, "seconds of silence before a comment is sent; 0: never", minimum=0, metavar="S"
+    )
+    shutdown_timeout: float = flag(
+        30.0, "seconds that running requests get at the end", minimum=0, metavar="S"
+    )
+    cache_dir: Path = flag_from_environ(
+        default_cache_dir, "converted models [$XDG_CACHE_HOME/kvferry or ~/.cache/kvferry]"
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = flag("info", "least level shown")
+    enable_debug: bool = flag(False, "serve GET /debug/ledger to the admin key")
+    enable_test_hooks: bool = flag(False, "accept forced token ids: for tests, never in production")
+    fd: int | None = flag(None, "inherited listening socket", hidden=True)
+    status_fd: int | None = flag(None, "pipe to report to", hidden=True)

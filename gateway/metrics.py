@@ -1,0 +1,190 @@
+"""What the gateway measures, in Prometheus' form.
+
+Owns a registry of its own. Names are vLLM's stems behind `kvferry_`. Recording never raises: a
+request must not fail because it was counted. What nodes report is read from their links when
+the page is asked for.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Callable, Iterable, Iterator
+from typing import ParamSpec
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from kvferry.gateway.generate import Generation, Report
+from kvferry.gateway.nodes import Nodes
+
+log = logging.getLogger(__name__)
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+P = ParamSpec("P")
+
+_SMALL = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5)
+_TTFT: tuple[float, ...] = (*_SMALL, 10, 20, 40, 80, 160, 640, 2560)
+_TINY = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75)
+_ITL: tuple[float, ...] = (*_TINY, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_LARGE = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240)
+_E2E: tuple[float, ...] = (*_LARGE, 480, 960, 1920, 7680)
+
+SOURCES = ("device", "host", "disk", "remote", "prefill", "decode")
+_RENAMED = {"preemptions": "kvferry_num_preemptions"}
+STAGES = ("queue", "lookup", "load", "prefill", "transfer", "first_step")
+
+
+def _never_raises(record: Callable[P, None]) -> Callable[P, None]:
+    @functools.wraps(record)
+    def safe(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            record(*args, **kwargs)
+        except Exception:
+            log.exception("a metric was not recorded")
+
+    return safe
+
+
+class Metrics:
+    """All series of one gateway."""
+
+    def __init__(self, model_name: str, nodes: Nodes, waiting: Callable[[], int]) -> None:
+        self._registry = registry = CollectorRegistry()
+
+        def counter(name: str, help: str, *labels: str) -> Counter:
+            return Counter(f"kvferry_{name}", help, ("model_name", *labels), registry=registry)
+
+        def histogram(name: str, help: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
+            names = ("model_name", *labels)
+            return Histogram(f"kvferry_{name}", help, names, registry=registry, buckets=buckets)
+
+        success = counter("request_success", "Choices that ended.", "finished_reason")
+        self._success = functools.partial(success.labels, model_name)
+        failure = counter("request_failure", "Requests that did not end well.", "code")
+        self._failure = functools.partial(failure.labels, model_name)
+        source = counter("prompt_tokens_by_source", "Where prompt tokens came from.", "source")
+        self._source = {name: source.labels(model_name, name) for name in SOURCES}
+        self._prompt = counter("prompt_tokens", "Prompt tokens.").labels(model_name)
+        self._cached = counter("prompt_tokens_cached", "Not recomputed.").labels(model_name)
+        self._generated = counter("generation_tokens", "Generated tokens.").labels(model_name)
+        self._tools = counter("ignored_tools_requests", "Their tools had no parser.").labels(
+            model_name
+        )
+        self._ttft = histogram(
+            "time_to_first_token_seconds", "From hand-over to a node.", _TTFT
+        ).labels(model_name)
+        self._itl = histogram("inter_token_latency_seconds", "Within one choice.", _ITL).labels(
+            model_name
+        )
+        self._e2e = histogram("e2e_request_latency_seconds", "Whole requests.", _E2E).labels(
+            model_name
+        )
+        stage = histogram("ttft_stage_seconds", "Time to first token by stage.", _TTFT, "stage")
+        self._stage = {name: stage.labels(model_name, name) for name in STAGES}
+        self._handoff = histogram(
+            "handoff_seconds", "Prefill node's last chunk to first step.", _TTFT
+        ).labels(model_name)
+        registry.register(_NodeCollector(model_name, nodes, waiting))
+
+    @_never_raises
+    def succeeded(self, generation: Generation, report: Report, seconds: float) -> None:
+        for reason in generation.finish_reasons:
+            self._success(reason).inc()
+        for name in SOURCES:
+            self._source[name].inc(getattr(report.sources, name))
+        self._prompt.inc(generation.prompt_tokens)
+        self._cached.inc(report.cached_tokens)
+        for name in STAGES:
+            self._stage[name].observe(getattr(report.stages, name) / 1000)
+        if report.handoff_ms:
+            self._handoff.observe(report.handoff_ms / 1000)
+        self._e2e.observe(seconds)
+
+    @_never_raises
+    def generated(self, generation: Generation) -> None:
+        """What a generation produced, however it ended."""
+        self._generated.inc(generation.completion_tokens)
+        if generation.timeline.ttft is not None:
+            self._ttft.observe(generation.timeline.ttft)
+        for gap in generation.timeline.gaps:
+            self._itl.observe(gap)
+
+    @_never_raises
+    def failed(self, code: str) -> None:
+        self._failure(code).inc()
+
+    @_never_raises
+    def ignored_tools(self) -> None:
+        self._tools.inc()
+
+    def page(self) -> bytes:
+        return generate_latest(self._registry)
+
+
+class _NodeCollector(Collector):
+    """Gauges and counters that are the nodes' own."""
+
+    def __init__(self, model_name: str, nodes: Nodes, waiting: Callable[[], int]) -> None:
+        self._model_name = model_name
+        self._nodes = nodes
+        self._waiting = waiting
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._requests()
+        yield from self._blocks()
+        yield from self._counters()
+
+    def _requests(self) -> Iterator[Metric]:
+        running = waiting = 0
+        for node in self._nodes.decode:
+            if node.load is not None:
+                running += node.load.running
+                waiting += node.load.waiting
+        for name, value, help in (
+            ("num_requests_running", running, "Sequences that decode."),
+            ("num_requests_waiting", waiting, "Requests queued at decode nodes."),
+            ("num_requests_unanswered", self._waiting(), "Requests without a first token."),
+        ):
+            gauge = GaugeMetricFamily(f"kvferry_{name}", help, labels=["model_name"])
+            gauge.add_metric([self._model_name], value)
+            yield gauge
+
+    def _blocks(self) -> Iterator[Metric]:
+        labels = ["role", "node"]
+        up = GaugeMetricFamily("kvferry_node_up", "The node is usable.", labels=labels)
+        usage = GaugeMetricFamily(
+            "kvferry_kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", labels=labels
+        )
+        cached = GaugeMetricFamily(
+            "kvferry_kv_cache_blocks_cached", "Blocks kept for reuse.", labels=labels
+        )
+        gaps = CounterMetricFamily(
+            "kvferry_node_key_gaps", "Lost batches of block keys.", labels=labels
+        )
+        for node in self._nodes:
+            names = [node.role, node.address]
+            up.add_metric(names, node.usable)
+            gaps.add_metric(names, node.key_gaps)
+            if node.load is not None:
+                usage.add_metric(names, node.load.blocks_used / max(1, node.load.blocks_total))
+                cached.add_metric(names, node.load.blocks_cached)
+        yield from (up, usage, cached, gaps)
+
+    def _counters(self) -> Iterator[Metric]:
+        families: dict[str, CounterMetricFamily] = {}
+        for node in self._nodes:
+            counters = node.load.counters if node.load is not None else {}
+            for stem, value in counters.items():
+                name = _RENAMED.get(stem) or "kvferry_node_" + re.sub(r"\W", "_", stem)
+                if name not in families:
+                    families[name] = CounterMetricFamily(
+                        name, "Counted by the node.", labels=["role", "node"]
+                    )
+                families[name].add_metric([node.role, node.address], value)
+        yield from families.values()

@@ -1,0 +1,177 @@
+"""From what a client wrote to prompts that a node can take: ids, block keys, room to answer.
+
+Owns the last checks before any compute: length against the model's limit, ids against its
+vocabulary. Long texts are rendered, tokenized and hashed on a thread, because the event loop has
+other streams to serve; short ones are faster where they are. It knows no node, only the shape all
+of them share.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvferry.gateway.conversation import Conversation, render
+from kvferry.gateway.errors import BadRequest, ContextLength, NotSupported
+from kvferry.gateway.literals import strings
+from kvferry.gateway.model import ServedModel
+from kvferry.gateway.parameters import MAX_CHOICES, Params
+from kvferry.gateway.tokenizer import CannotEncode
+from kvferry.kvstore.keys import chain, pack_tokens, root_key
+
+INLINE_CHARACTERS = 8192
+"""Texts up to this length are tokenized on the event loop: about a millisecond."""
+
+T = TypeVar("T")
+CompletionPrompt = str | Sequence[str | int | Sequence[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What all nodes of a deployment have in common."""
+
+    fingerprint: Mapping[str, str]
+    block_size: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    size: int
+    packed: bytes
+    root: bytes
+    keys: bytes
+    max_tokens: int
+    """What was asked for, or the room that is left."""
+
+    @property
+    def ids(self) -> memoryview:
+        return memoryview(self.packed).cast("i")
+
+
+class PromptMaker:
+    """Makes prompts of one model."""
+
+    def __init__(self, model: ServedModel, executor: Executor) -> None:
+        self._model = model
+        self._executor = executor
+
+    async def chat_ids(self, conversation: Conversation) -> list[int]:
+        """Ids of a rendered conversation."""
+        return await self._run(_size(conversation), lambda: self._chat_ids(conversation))
+
+    async def text_ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Ids of a text."""
+        return await self._run(len(text), lambda: self._text_ids(text, add_special_tokens))
+
+    async def chat(
+        self, conversation: Conversation, params: Params, tenant: str, shape: Shape
+    ) -> Prompt:
+        """The prompt of a conversation; BadRequest if it has none or is too long."""
+        return await self._run(
+            _size(conversation),
+            lambda: self._prompt(self._chat_ids(conversation), params, tenant, shape, "messages"),
+        )
+
+    async def completions(
+        self,
+        prompt: CompletionPrompt,
+        add_special_tokens: bool,
+        params: Params,
+        tenant: str,
+        shape: Shape,
+    ) -> list[Prompt]:
+        """The prompts of a completions request, one for each text or list of ids."""
+        parts = _parts(prompt)
+        if len(parts) * params.n > MAX_CHOICES:
+            raise BadRequest(
+                f"{len(parts)} prompts with n={params.n} are more than {MAX_CHOICES} choices.",
+                param="prompt",
+            )
+
+        def make() -> list[Prompt]:
+            return [
+                self._prompt(
+                    self._part_ids(part, add_special_tokens), params, tenant, shape, "prompt"
+                )
+                for part in parts
+            ]
+
+        return await self._run(sum(map(len, parts)), make)
+
+    async def _run(self, size: int, make: Callable[[], T]) -> T:
+        if size <= INLINE_CHARACTERS:
+            return make()
+        return await asyncio.get_running_loop().run_in_executor(self._executor, make)
+
+    # -- the work, on whichever thread -------------------------------------------------------------
+
+    def _chat_ids(self, conversation: Conversation) -> list[int]:
+        model = self._model
+        if model.template is None:
+            raise NotSupported(
+                f"The model {model.name} has no chat template: use /v1/completions, "
+                "or start the server with --chat-template."
+            )
+        rendered = render(conversation, model.template, model.tokenizer.control_text)
+        if rendered.marker is None:
+            return model.tokenizer.encode(rendered.text, add_special_tokens=False)
+        try:
+            return model.tokenizer.encode_marked(rendered.text, rendered.marker)
+        except CannotEncode as error:
+            raise BadRequest(str(error), param="messages") from error
+
+    def _text_ids(self, text: str, add_special_tokens: bool) -> list[int]:
+        return self._model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def _part_ids(self, part: str | Sequence[int], add_special_tokens: bool) -> Sequence[int]:
+        if isinstance(part, str):
+            return self._text_ids(part, add_special_tokens)
+        size = self._model.vocabulary.size
+        if not all(0 <= token < size for token in part):
+            raise BadRequest(f"prompt must hold token ids from 0 to {size - 1}.", param="prompt")
+        return part
+
+    def _prompt(
+        self, ids: Sequence[int], params: Params, tenant: str, shape: Shape, param: str
+    ) -> Prompt:
+        if not ids:
+            raise BadRequest("The prompt is empty: it has no tokens.", param=param)
+        max_tokens = _room(len(ids), params, shape.max_model_len, param)
+        root = root_key(shape.fingerprint, tenant, params.cache_salt)
+        keys = b"".join(chain(root, ids, shape.block_size))
+        return Prompt(len(ids), pack_tokens(ids), root, keys, max_tokens)
+
+
+def _size(conversation: Conversation) -> int:
+    return sum(map(len, strings(list(conversation.messages))))
+
+
+def _room(size: int, params: Params, limit: int, param: str) -> int:
+    """How many tokens the answer may have."""
+    room = limit - size
+    if room < 1:
+        raise ContextLength(limit, size, None, param)
+    if params.max_tokens is None:
+        return room if params.default_max_tokens is None else min(params.default_max_tokens, room)
+    if params.max_tokens > room:
+        raise ContextLength(limit, size, params.max_tokens, param)
+    return params.max_tokens
+
+
+def _parts(prompt: CompletionPrompt) -> list[str | Sequence[int]]:
+    """A prompt field as a list of texts or lists of ids."""
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt and all(isinstance(item, int) for item in prompt):
+        return [[item for item in prompt if isinstance(item, int)]]
+    parts = [item for item in prompt if not isinstance(item, int)]
+    if not parts or len(parts) != len(prompt):
+        raise BadRequest(
+            "prompt must be a text, a list of texts, a list of token ids, or a list of such lists.",
+            param="prompt",
+        )
+    return parts

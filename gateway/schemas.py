@@ -1,0 +1,210 @@
+"""The bodies that clients send, as types; and how a body that does not fit is refused.
+
+Owns the shape of requests only: which fields there are and of which JSON type. Every optional field
+accepts null, which means the same as absent. Unknown fields are ignored; known fields that would
+silently change the answer if ignored are listed here as `refused` so that they can be named. What
+values make sense together is for `parameters`, and nothing here knows a model.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvferry.gateway.errors import BadRequest
+
+Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+T = TypeVar("T")
+
+
+# -- messages --------------------------------------------------------------------------------------
+
+
+class Part(Struct, frozen=True):
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class FunctionCall(Struct, frozen=True):
+    name: str = ""
+    arguments: str | dict[str, Any] | None = None
+
+
+class ToolCall(Struct, frozen=True):
+    id: str | None = None
+    type: str | None = None
+    function: FunctionCall | None = None
+
+
+class Message(Struct, frozen=True):
+    role: str
+    content: str | list[str | Part] | None = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+    function_call: FunctionCall | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+
+
+# -- options ---------------------------------------------------------------------------------------
+
+
+class StreamOptions(Struct, frozen=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class ResponseFormat(Struct, frozen=True):
+    type: str
+
+
+class ToolFunction(Struct, frozen=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Struct, frozen=True):
+    type: str
+    function: ToolFunction | None = None
+
+
+class Options(Struct, frozen=True, kw_only=True):
+    """What chat completions and completions have in common."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    seed: Int64 | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    skip_special_tokens: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    priority: int | None = None
+    cache_salt: str | None = None
+    response_format: ResponseFormat | None = None
+    kvferry_force_ids: list[int] | None = None
+
+    # Refused by name, because to ignore them would change the answer.
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    best_of: Any = None
+    chat_template: Any = None
+    documents: Any = None
+    ebnf: Any = None
+    echo: Any = None
+    grammar: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    json_schema: Any = None
+    logits_processors: Any = None
+    logprob_token_ids: Any = None
+    lora: Any = None
+    lora_path: Any = None
+    moderation: Any = None
+    prediction: Any = None
+    prompt_embeds: Any = None
+    prompt_logprobs: Any = None
+    regex: Any = None
+    return_prompt_token_ids: Any = None
+    stop_regex: Any = None
+    structured_outputs: Any = None
+    suffix: Any = None
+    thinking_token_budget: Any = None
+    truncate_prompt_tokens: Any = None
+    use_beam_search: Any = None
+
+
+class ChatRequest(Options, frozen=True, kw_only=True):
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[Tool] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    functions: list[ToolFunction] | None = None
+    function_call: str | dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: str | None = None
+
+    audio: Any = None
+    modalities: list[str] | None = None
+    web_search_options: Any = None
+
+
+class CompletionRequest(Options, frozen=True, kw_only=True):
+    prompt: str | list[str | int | list[int]]
+    logprobs: int | None = None
+
+
+class TokenizeRequest(Struct, frozen=True, kw_only=True):
+    """Of a text, or of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(Struct, frozen=True, kw_only=True):
+    model: str | None = None
+    tokens: list[int]
+
+
+# -- decoding --------------------------------------------------------------------------------------
+
+
+def decode(body: bytes, kind: type[T]) -> T:
+    """A body as a request.
+
+    Raises
+    ------
+    BadRequest
+        The body is not JSON, or not of this shape; `param` is the path of the culprit.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _misfit(str(error)) from error
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise BadRequest(f"The body is not valid JSON: {str(error)[:200]}") from error
+    except RecursionError as error:
+        raise BadRequest("The body is nested too deeply.") from error
+
+
+def _misfit(text: str) -> BadRequest:
+    """msgspec says `what - at `$.path``; a missing field it names in the text."""
+    what, _, path = text.partition(" - at `")
+    place = path.rstrip("`").removeprefix("$").removeprefix(".")
+    if what.startswith("Object missing required field"):
+        field = what.split("`")[1]
+        place = f"{place}.{field}" if place else field
+    where = f"{place[:200]}: " if place else ""
+    return BadRequest(f"{where}{what[:300]}", param=place[:200] or None)

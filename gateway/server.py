@@ -1,0 +1,150 @@
+"""`kvferry gateway`: the process around the application.
+
+Owns the listening socket, the HTTP server and the process's end: the first signal stops new work
+and lets running requests finish, the second ends at once. It knows no path and no request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import socket
+from collections.abc import Sequence
+from types import FrameType
+
+import uvicorn
+import zmq
+from prometheus_client import disable_created_metrics
+
+from kvferry.gateway.app import build_app
+from kvferry.gateway.config import GatewayConfig
+from kvferry.gateway.errors import shutting_down
+from kvferry.gateway.model import ServedModel, load_model
+from kvferry.gateway.nodes import Nodes
+from kvferry.gateway.service import Gateway
+from kvferry.kvstore.errors import ConfigError
+from kvferry.kvstore.process import StatusPipe, set_up_logging
+from kvferry.kvstore.settings import parse
+from kvferry.kvstore.sockets import new_incarnation
+from kvferry.kvstore.wire import PROTOCOL, Hello
+
+log = logging.getLogger(__name__)
+
+LAST_SECONDS = 3
+"""What connections get to take their last bytes after the drain."""
+
+
+def run(argv: Sequence[str]) -> int:
+    config = parse(
+        GatewayConfig,
+        argv,
+        os.environ,
+        prog="kvferry gateway",
+        description="Serves the HTTP API for decode and prefill nodes that run elsewhere.",
+    )
+    set_up_logging("gateway", config.log_level)
+    disable_created_metrics()
+    if not config.decode_node:
+        raise ConfigError("no decode node: name one with --decode-node tcp://HOST:PORT")
+    status = StatusPipe(config.status_fd)
+    with _listen(config) as listener:
+        model = load_model(config, log.info)
+        log.info("serves %s at %s", model.name, _url(listener))
+        serve(config, model, listener, status)
+    return 0
+
+
+def serve(
+    config: GatewayConfig, model: ServedModel, listener: socket.socket, status: StatusPipe
+) -> None:
+    """Answers requests on `listener` until a signal ends it."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        nodes = Nodes(
+            context,
+            config.decode_node,
+            config.prefill_node,
+            Hello(PROTOCOL, "gateway", {"tokenizer": model.tokenizer_digest}),
+            new_incarnation(),
+            on_ready=lambda: status.report(ready=True),
+        )
+        Server(Gateway(config, model, nodes)).run(sockets=[listener])
+    finally:
+        context.destroy(linger=0)
+
+
+class Server(uvicorn.Server):
+    """uvicorn with a drain before its shutdown."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        _quieten(gateway.config.log_level)
+        super().__init__(
+            uvicorn.Config(
+                build_app(gateway),
+                http="httptools",
+                loop="uvloop",
+                ws="none",
+                lifespan="on",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=LAST_SECONDS,
+            )
+        )
+        self._gateway = gateway
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._drain: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        self._loop = asyncio.get_running_loop()
+        await super().startup(sockets)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self._loop is None:
+            self.should_exit = True
+        else:
+            self._loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        if self._drain is None:
+            self._drain = asyncio.get_running_loop().create_task(self._drain_and_exit())
+        else:
+            self._gateway.fail_all(shutting_down())
+            self.should_exit = self.force_exit = True
+
+    async def _drain_and_exit(self) -> None:
+        await self._gateway.drain(self._gateway.config.shutdown_timeout)
+        self.should_exit = True
+
+
+def _quieten(level: str) -> None:
+    """uvicorn's own lines: its warnings, but not the cut that ends a failed stream."""
+    logger = logging.getLogger("uvicorn.error")
+    logger.setLevel(level.upper() if level == "debug" else logging.WARNING)
+    logger.addFilter(lambda line: "without completing response" not in line.getMessage())
+
+
+def _listen(config: GatewayConfig) -> socket.socket:
+    if config.fd is not None:
+        try:
+            return socket.socket(fileno=config.fd)
+        except OSError as error:
+            raise ConfigError(f"--fd {config.fd} is no socket: {error.strerror}") from None
+    try:
+        family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((config.host, config.port), family=family, backlog=2048)
+    except OSError as error:
+        where = f"{config.host} port {config.port}"
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"{where} is in use: choose another --port") from None
+        raise ConfigError(f"cannot listen on {where}: {error.strerror}") from None
+    except OverflowError:
+        raise ConfigError(f"--port is {config.port}, but must be at most 65535") from None
+
+
+def _url(listener: socket.socket) -> str:
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

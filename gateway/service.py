@@ -1,0 +1,124 @@
+"""The running gateway as one value: what it serves, with which nodes, and whether it still does.
+
+Owns the state that outlives a request: the nodes, the open generations, the drain. It accepts or
+refuses work as a whole and follows each generation to its end; it knows no path and no body.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+
+from kvferry.gateway.auth import Keys
+from kvferry.gateway.config import GatewayConfig
+from kvferry.gateway.errors import ApiError, NotFound, Unavailable, shutting_down
+from kvferry.gateway.generate import Generation, Update, no_node
+from kvferry.gateway.metrics import Metrics
+from kvferry.gateway.model import ServedModel
+from kvferry.gateway.nodes import Nodes, NoNode
+from kvferry.gateway.prompts import PromptMaker, Shape
+
+TOKENIZER_THREADS = 2
+
+
+class Gateway:
+    """Everything a request handler needs."""
+
+    def __init__(self, config: GatewayConfig, model: ServedModel, nodes: Nodes) -> None:
+        self.config = config
+        self.model = model
+        self.nodes = nodes
+        self.keys = Keys(config.api_key)
+        self.admin_keys = Keys((config.admin_api_key,) if config.admin_api_key else ())
+        self.metrics = Metrics(model.name, nodes, self.unanswered)
+        self._executor = ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer")
+        self.prompts = PromptMaker(model, self._executor)
+        self.draining = False
+        self._open: set[Generation] = set()
+        self._in_flight = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def close(self) -> None:
+        self.nodes.close()
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    # -- taking work -------------------------------------------------------------------------------
+
+    def unanswered(self) -> int:
+        """Generations without a first token."""
+        return sum(not generation.timeline.first for generation in self._open)
+
+    def admit(self) -> Shape:
+        """What prompts must fit.
+
+        Raises
+        ------
+        Unavailable
+            Nothing new is accepted now.
+        """
+        if self.draining:
+            raise shutting_down()
+        if self.nodes.shape is None:
+            raise no_node(NoNode("loading"))
+        if not self.nodes.ready:
+            raise no_node(NoNode("lost"))
+        if self.unanswered() >= self.config.max_num_queued_reqs:
+            raise Unavailable(
+                f"{self.config.max_num_queued_reqs} requests wait already.",
+                code="server_overloaded",
+                retry_after=2,
+            )
+        return self.nodes.shape
+
+    def check_model(self, name: str | None) -> None:
+        """NotFound unless this is what the served model may be called."""
+        if name is not None and name not in self.model.names:
+            raise NotFound(
+                f"The model {name[:100]!r} does not exist; this server has {self.model.name!r}.",
+                param="model",
+                code="model_not_found",
+            )
+
+    async def follow(self, generation: Generation) -> AsyncGenerator[Update]:
+        """The generation's updates, with everything counted."""
+        self._open.add(generation)
+        started = time.monotonic()
+        try:
+            async with aclosing(generation.updates()) as updates:
+                async for update in updates:
+                    yield update
+            if generation.report is not None:
+                seconds = time.monotonic() - started
+                self.metrics.succeeded(generation, generation.report, seconds)
+        finally:
+            self._open.discard(generation)
+            self.metrics.generated(generation)
+
+    # -- the end -----------------------------------------------------------------------------------
+
+    def began(self) -> None:
+        """A request has come in."""
+        self._in_flight += 1
+        self._idle.clear()
+
+    def ended(self) -> None:
+        """A request has its whole answer, or its client is gone."""
+        self._in_flight -= 1
+        if not self._in_flight:
+            self._idle.set()
+
+    async def drain(self, timeout: float) -> None:
+        """Accepts nothing new and waits for what runs; what still does then gets an error."""
+        self.draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), timeout)
+        except TimeoutError:
+            self.fail_all(shutting_down())
+
+    def fail_all(self, error: ApiError) -> None:
+        for generation in self._open:
+            generation.fail(error)

@@ -1,0 +1,1 @@
+"""Bytes, identities and the wire: what every kvferry process shares. Never imports torch."""

@@ -1,0 +1,142 @@
+"""How a node process starts: cores, logging, signals, its socket, its identity, then the world.
+
+Owns the order of these steps, the same for both nodes. The engine is loaded by a callable that the
+node passes in, because nothing here may know what computes. The socket is bound first and its
+address reported at once; hellos are answered when the engine is there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import zmq
+
+from kvferry.kvstore.errors import ConfigError
+from kvferry.kvstore.link import Client
+from kvferry.kvstore.model_files import (
+    ModelFiles,
+    content_digest,
+    resolve_model,
+    tokenizer_digest,
+)
+from kvferry.kvstore.process import StatusPipe, StopSignal, apply_cores, set_up_logging
+from kvferry.kvstore.router import Server
+from kvferry.kvstore.sockets import new_incarnation
+from kvferry.kvstore.wire import PROTOCOL, Hello, Welcome
+
+log = logging.getLogger(__name__)
+
+
+class NodeConfig(Protocol):
+    """The settings that both nodes have."""
+
+    @property
+    def model(self) -> str | None: ...
+    @property
+    def listen(self) -> str: ...
+    @property
+    def cores(self) -> str | None: ...
+    @property
+    def threads(self) -> int | None: ...
+    @property
+    def nice(self) -> int: ...
+    @property
+    def spin(self) -> bool: ...
+    @property
+    def cache_dir(self) -> Path: ...
+    @property
+    def status_fd(self) -> int | None: ...
+    @property
+    def log_level(self) -> str: ...
+
+
+class Computes(Protocol):
+    """What the world may know of an engine before it is used."""
+
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def num_blocks(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def identity(self) -> Mapping[str, str]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Booted:
+    """A node's surroundings, ready to load an engine."""
+
+    role: str
+    context: zmq.Context[zmq.Socket[bytes]]
+    server: Server
+    status: StatusPipe
+    stop: StopSignal
+    files: ModelFiles
+    cache_dir: Path
+
+    def fingerprint(self, spec: Computes) -> dict[str, str]:
+        """Everything that changes the bytes of a block, for hellos and root keys."""
+        return {
+            **spec.identity,
+            "block_size": str(spec.block_size),
+            "weights": content_digest(self.files.folder, self.cache_dir),
+            "tokenizer": tokenizer_digest(self.files.folder),
+        }
+
+    def open(self, spec: Computes, max_num_seqs: int) -> Callable[[str], Client]:
+        """Starts answering hellos; returns what makes links to other nodes."""
+        fingerprint = self.fingerprint(spec)
+        self.server.open(
+            Welcome(
+                self.role,
+                fingerprint,
+                spec.block_size,
+                spec.num_blocks,
+                spec.max_model_len,
+                max_num_seqs,
+            )
+        )
+        self.status.report(ready=True)
+        log.info(
+            "ready at %s: %d blocks of %d tokens, up to %d tokens a request",
+            self.server.address,
+            spec.num_blocks,
+            spec.block_size,
+            spec.max_model_len,
+        )
+        hello = Hello(PROTOCOL, self.role, fingerprint)
+        return lambda address: Client(self.context, address, hello, self.server.incarnation)
+
+
+@contextmanager
+def boot(role: str, config: NodeConfig) -> Iterator[Booted]:
+    """Everything up to the engine. Call it before torch is imported.
+
+    Raises
+    ------
+    ConfigError
+        The model or the address cannot be used.
+    """
+    set_up_logging(role, config.log_level)
+    apply_cores(config.cores, config.threads, config.nice, config.spin)
+    status = StatusPipe(config.status_fd)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        server = Server(context, config.listen, new_incarnation())
+    except zmq.ZMQError as error:
+        context.term()
+        raise ConfigError(f"cannot listen on {config.listen!r}: {error}") from error
+    try:
+        status.report(address=server.address)
+        files = resolve_model(config.model, config.cache_dir, log.info)
+        with StopSignal() as stop:
+            yield Booted(role, context, server, status, stop, files, config.cache_dir)
+    finally:
+        server.close()
+        context.destroy(0)

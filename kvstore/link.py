@@ -1,0 +1,227 @@
+"""The client's end of a link: one DEALER to one server process.
+
+Owns the socket and what the two must agree on before they talk: hello, fingerprint, incarnations,
+the offset of their clocks, and noticing that the server is gone. Everything is non-blocking, so
+that a node's loop, a callback between two layers and asyncio can all drive it. It does not know
+what a message makes anybody do.
+
+A client watches its socket's monitor. ZeroMQ's own heartbeats close the connection of a peer whose
+I/O thread is gone or stopped, and are answered while a node computes: a busy node is not dead. A
+dead client is never revived: its owner makes a new one, whose new identity cannot replay old
+messages.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from kvferry.kvstore.errors import MalformedFrame
+from kvferry.kvstore.sockets import (
+    PROBE_SECONDS,
+    LinkCounters,
+    first_difference,
+    from_frames,
+    prepare,
+    to_frames,
+)
+from kvferry.kvstore.wire import (
+    AnyMessage,
+    Hello,
+    HelloRequired,
+    Ping,
+    Pong,
+    Refused,
+    Welcome,
+)
+
+log = logging.getLogger(__name__)
+
+
+class LinkState(Enum):
+    """CONNECTING ─► READY ─► DEAD;  CONNECTING ─► REFUSED | DEAD. Never backwards."""
+
+    CONNECTING = "connecting"
+    READY = "ready"
+    REFUSED = "refused"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    message: AnyMessage
+    payloads: tuple[memoryview, ...]
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Offset between two monotonic clocks, from the probe with the shortest round trip (as NTP)."""
+
+    offset: float = 0.0
+    round_trip: float = field(default=float("inf"))
+
+    def observe(self, sent: float, answered: float, now: float) -> None:
+        round_trip = now - sent
+        if round_trip <= self.round_trip:
+            self.offset = answered - (sent + now) / 2
+            self.round_trip = round_trip
+        else:
+            self.round_trip *= 1.05  # so that an old, lucky probe does not hide a drift for ever
+
+
+class Client:
+    """The DEALER of one process to one server. Dies once; make a new one then."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        hello: Hello,
+        incarnation: int,
+    ) -> None:
+        self.address = address
+        self.state = LinkState.CONNECTING
+        self.welcome: Welcome | None = None
+        self.refusal: Refused | None = None
+        self.server_incarnation = 0
+        self.counters = LinkCounters()
+        self._hello = hello
+        self._incarnation = incarnation
+        self._hello_sent = False
+        self._probe_at = 0.0
+        self._clock = _Clock()
+        self.socket = context.socket(zmq.DEALER)
+        prepare(self.socket)
+        self.socket.setsockopt(zmq.IMMEDIATE, 1)
+        self.socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
+        self.socket.connect(address)
+
+    @property
+    def fd(self) -> int:
+        """ZeroMQ's edge-triggered descriptor: when it is readable, call `receive` to the end."""
+        fd = self.socket.getsockopt(zmq.FD)
+        assert isinstance(fd, int)
+        return fd
+
+    def to_local(self, server_time: float) -> float:
+        """A reading of the server's monotonic clock on ours, good to half a round trip."""
+        return server_time - self._clock.offset
+
+    def send(self, message: AnyMessage, payloads: Sequence[bytes | memoryview] = ()) -> bool:
+        """Queues a message; False when the link is not ready or has just been found dead."""
+        return self.state is LinkState.READY and self._send(message, payloads)
+
+    def _send(self, message: AnyMessage, payloads: Sequence[bytes | memoryview] = ()) -> bool:
+        frames = to_frames(self._incarnation, self.server_incarnation, message, payloads)
+        try:
+            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=True)
+        except zmq.Again:
+            if self.state is LinkState.READY:
+                self._die("its queue is full or its connection is gone")
+            return False
+        return True
+
+    def receive(self) -> Iterator[Received]:
+        """The server's messages, until nothing is waiting. Stop any time."""
+        while self.state in (LinkState.CONNECTING, LinkState.READY):
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                break
+            received = self._take(frames)
+            if received is not None:
+                yield received
+        self._watch()
+
+    def _take(self, frames: Sequence[zmq.Frame]) -> Received | None:
+        try:
+            envelope, payloads = from_frames(frames)
+        except MalformedFrame as error:
+            self.counters.malformed += 1
+            log.warning("dropped a frame from %s: %s", self.address, error)
+            return None
+        message = envelope.body
+        if envelope.receiver != self._incarnation:
+            self.counters.stale += 1
+            return None
+        if isinstance(message, Welcome):
+            self._welcomed(envelope.sender, message)
+        elif isinstance(message, HelloRequired):
+            self._asked_for_hello()
+        elif isinstance(message, Refused):
+            self.refusal = message
+            self.state = LinkState.REFUSED
+        elif self.state is not LinkState.READY or envelope.sender != self.server_incarnation:
+            self.counters.stale += 1
+        elif isinstance(message, Ping):
+            self.send(Pong(message.sent_at, time.monotonic()))
+        elif isinstance(message, Pong):
+            self._clock.observe(message.sent_at, message.answered_at, time.monotonic())
+        else:
+            return Received(message, payloads)
+        return None
+
+    def _welcomed(self, sender: int, welcome: Welcome) -> None:
+        if self.state is LinkState.READY:
+            self.counters.stale += 1
+            return
+        difference = first_difference(
+            self._hello.fingerprint, welcome.fingerprint, partial=self._hello.role == "gateway"
+        )
+        if difference is not None:
+            self.refusal = Refused(difference.field, difference.theirs, difference.ours)
+            self.state = LinkState.REFUSED
+            return
+        self.welcome = welcome
+        self.server_incarnation = sender
+        self.state = LinkState.READY
+        self._ping(time.monotonic())
+
+    def _asked_for_hello(self) -> None:
+        """Before the welcome the server was loading: ask again. After it, it is another process."""
+        if self.state is LinkState.READY:
+            self._die("it was restarted")
+        else:
+            self._hello_sent = False
+
+    def tick(self, now: float) -> None:
+        """Says hello until it is answered, probes once a second, notices a death."""
+        self._watch()
+        if self.state is LinkState.CONNECTING and not self._hello_sent:
+            if now >= self._probe_at and self._send(self._hello):
+                self._hello_sent = True
+                self._probe_at = now + PROBE_SECONDS / 5
+        elif self.state is LinkState.READY and now >= self._probe_at:
+            self._ping(now)
+
+    def _ping(self, now: float) -> None:
+        self._probe_at = now + PROBE_SECONDS
+        self.send(Ping(now))
+
+    def _watch(self) -> None:
+        while self.state is not LinkState.DEAD:
+            try:
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            met = self.state is LinkState.READY or self._hello_sent
+            if met and event["event"] == zmq.EVENT_DISCONNECTED:
+                self._die("its connection is gone")
+
+    def _die(self, why: str) -> None:
+        if self.state is not LinkState.DEAD:
+            log.warning("lost %s: %s", self.address, why)
+            self.state = LinkState.DEAD
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self._monitor.close(0)
+        self.socket.close(0)

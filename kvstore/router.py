@@ -1,0 +1,186 @@
+"""The server's end of a link: the one ROUTER that a process binds.
+
+Owns the socket and the list of peers that have said hello. It refuses a peer whose fingerprint
+differs, drops what carries another incarnation, and finds out who has left: libzmq has no message
+for that, so it probes every peer once a second, and with ROUTER_MANDATORY a send to a vanished one
+fails. It does not know what a message makes anybody do.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import zmq
+
+from kvferry.kvstore.errors import MalformedFrame, PeerMismatch
+from kvferry.kvstore.sockets import (
+    PROBE_SECONDS,
+    LinkCounters,
+    first_difference,
+    from_frames,
+    prepare,
+    to_frames,
+)
+from kvferry.kvstore.wire import (
+    PROTOCOL,
+    AnyMessage,
+    Hello,
+    HelloRequired,
+    Ping,
+    Pong,
+    Refused,
+    Welcome,
+)
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A client that has said hello."""
+
+    identity: bytes
+    role: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class FromPeer:
+    peer: Peer
+    message: AnyMessage
+    payloads: tuple[memoryview, ...]
+
+
+class Server:
+    """The ROUTER of one process. Raises zmq.ZMQError when the address cannot be bound."""
+
+    def __init__(
+        self, context: zmq.Context[zmq.Socket[bytes]], listen: str, incarnation: int
+    ) -> None:
+        self.incarnation = incarnation
+        self.counters = LinkCounters()
+        self.peers: dict[bytes, Peer] = {}
+        self._welcome: Welcome | None = None
+        self._lost: list[Peer] = []
+        self._probe_at = 0.0
+        self.socket = context.socket(zmq.ROUTER)
+        prepare(self.socket)
+        self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self.socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
+        try:
+            self.socket.bind(listen)
+        except zmq.ZMQError:
+            self.socket.close(0)
+            raise
+        self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def open(self, welcome: Welcome) -> None:
+        """Starts answering hellos; before it the process is bound but still loading."""
+        self._welcome = welcome
+
+    def receive(self) -> Iterator[FromPeer]:
+        """Messages of peers that have said hello, until nothing is waiting. Stop any time."""
+        while True:
+            try:
+                frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            received = self._take(frames)
+            if received is not None:
+                yield received
+
+    def _take(self, frames: Sequence[zmq.Frame]) -> FromPeer | None:
+        identity = frames[0].bytes
+        try:
+            envelope, payloads = from_frames(frames[1:])
+        except MalformedFrame as error:
+            self.counters.malformed += 1
+            log.warning("dropped a frame: %s", error)
+            return None
+        message = envelope.body
+        if isinstance(message, Hello):
+            self._meet(identity, envelope.sender, message)
+            return None
+        peer = self.peers.get(identity)
+        if peer is None:
+            self.counters.strangers += 1
+            self._send(identity, envelope.sender, HelloRequired())
+            return None
+        if envelope.receiver != self.incarnation or envelope.sender != peer.incarnation:
+            self.counters.stale += 1
+            self._send(identity, envelope.sender, HelloRequired())
+            return None
+        if isinstance(message, Ping):
+            self.send(peer, Pong(message.sent_at, time.monotonic()))
+            return None
+        if isinstance(message, Pong):
+            return None
+        return FromPeer(peer, message, payloads)
+
+    def _meet(self, identity: bytes, sender: int, hello: Hello) -> None:
+        welcome = self._welcome
+        if welcome is None:
+            self._send(identity, sender, HelloRequired())
+            return
+        difference = (
+            PeerMismatch("protocol", str(PROTOCOL), str(hello.protocol))
+            if hello.protocol != PROTOCOL
+            else first_difference(
+                welcome.fingerprint, hello.fingerprint, partial=hello.role == "gateway"
+            )
+        )
+        if difference is not None:
+            self.counters.refused += 1
+            log.error("refused a %s: %s", hello.role, difference)
+            self._send(
+                identity, sender, Refused(difference.field, difference.ours, difference.theirs)
+            )
+            return
+        self.peers[identity] = Peer(identity, hello.role, sender)
+        self._send(identity, sender, welcome)
+
+    def send(
+        self, peer: Peer, message: AnyMessage, payloads: Sequence[bytes | memoryview] = ()
+    ) -> bool:
+        """Queues a message; False (and the peer counts as lost) when it cannot be delivered."""
+        if self._send(peer.identity, peer.incarnation, message, payloads):
+            return True
+        self._lose(peer)
+        return False
+
+    def _send(
+        self,
+        identity: bytes,
+        receiver: int,
+        message: AnyMessage,
+        payloads: Sequence[bytes | memoryview] = (),
+    ) -> bool:
+        frames = [identity, *to_frames(self.incarnation, receiver, message, payloads)]
+        try:
+            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=True)
+        except (zmq.Again, zmq.ZMQError):
+            return False
+        return True
+
+    def _lose(self, peer: Peer) -> None:
+        if self.peers.pop(peer.identity, None) is not None:
+            self._lost.append(peer)
+
+    def tick(self, now: float) -> None:
+        """Probes every peer once a second."""
+        if now < self._probe_at:
+            return
+        self._probe_at = now + PROBE_SECONDS
+        for peer in list(self.peers.values()):
+            self.send(peer, Ping(now))
+
+    def take_lost(self) -> list[Peer]:
+        """Peers found gone since the last call."""
+        lost, self._lost = self._lost, []
+        return lost
+
+    def close(self) -> None:
+        self.socket.close(0)

@@ -1,0 +1,386 @@
+"""Every message that crosses a process border, and how one becomes bytes.
+
+A message is a frozen struct that msgspec encodes as a positional msgpack array with an integer tag
+and checks against these annotations before anything acts on it. The header frame is an
+`Envelope` that carries both sides' incarnations; raw bytes (KV blocks) follow in frames of their
+own and never pass through msgpack. Nothing is ever unpickled. This module owns the vocabulary; it
+knows neither sockets nor what a message makes somebody do.
+
+    gateway → node    Hello  Generate  Stop  Abort  Drain  Resync
+    node → gateway    Welcome  StepOutput  Done  Rejected  Load  KeyBatch  StepNotice
+    D → P             Hello  Offer  Credit  AbortTransfer
+    P → D             Welcome  Accepted  Declined  Blocks  Complete  TransferAborted
+    anyone            Ping  Pong  HelloRequired  Refused
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvferry.kvstore.errors import MalformedFrame
+
+PROTOCOL = 1
+MAX_HEADER_BYTES = 64 << 20
+"""A header larger than this is refused unread: 2 million prompt tokens fit."""
+
+Count = Annotated[int, Meta(ge=0)]
+Text = Annotated[str, Meta(max_length=4096)]
+Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
+
+
+class Message(Struct, frozen=True, array_like=True):
+    """Base of all messages; each has its own integer tag."""
+
+
+# -- meeting -----------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True, array_like=True, tag=1):
+    """The first message of a client. A gateway sends the fingerprint fields it can know."""
+
+    protocol: int
+    role: Text
+    fingerprint: dict[str, str]
+
+
+class Welcome(Message, frozen=True, array_like=True, tag=2):
+    """The server's answer to a Hello it accepts."""
+
+    role: Text
+    fingerprint: dict[str, str]
+    block_size: Count
+    num_blocks: Count
+    max_model_len: Count
+    max_num_seqs: Count
+
+
+class HelloRequired(Message, frozen=True, array_like=True, tag=3):
+    """The only answer to an identity that has not said hello to this incarnation."""
+
+
+class Refused(Message, frozen=True, array_like=True, tag=4):
+    """The peers differ in `field`: they must not exchange blocks."""
+
+    field: Text
+    server_value: Text
+    client_value: Text
+
+
+class Ping(Message, frozen=True, array_like=True, tag=5):
+    sent_at: float
+    """The sender's monotonic clock, seconds."""
+
+
+class Pong(Message, frozen=True, array_like=True, tag=6):
+    sent_at: float
+    """Echo of the Ping."""
+    answered_at: float
+    """The answerer's monotonic clock, seconds: the pair gives the offset of the two clocks."""
+
+
+# -- gateway and decode node -------------------------------------------------------------------
+
+
+class Sampling(Struct, frozen=True, array_like=True):
+    """How one request's tokens are drawn; the defaults change nothing."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None
+    """None: none wanted; else how many alternatives beside the drawn token."""
+
+
+class Generate(Message, frozen=True, array_like=True, tag=10):
+    """Run a prompt to its end on this decode node."""
+
+    request: Count
+    """Chosen by the gateway, unique on its connection."""
+    prompt: bytes
+    """Token ids, int32."""
+    root: Key
+    """Root key of the tenant: generated blocks are chained from it too."""
+    keys: bytes
+    """Keys of the prompt's whole blocks, concatenated."""
+    max_tokens: Annotated[int, Meta(ge=1)]
+    min_tokens: Count
+    eos_ids: tuple[int, ...]
+    """Ids that end a choice; empty under ignore_eos."""
+    stop_token_ids: tuple[int, ...]
+    sampling: Sampling
+    seed: int
+    choices: Annotated[int, Meta(ge=1, le=128)]
+    outputs: tuple[bytes, ...] = ()
+    """Token ids already streamed, per choice: the request resumes behind them."""
+    prefill_node: Text = ""
+    """Address of the prefill node to use; empty: none."""
+    priority: int = 0
+    deadline_s: float = 0.0
+    """Seconds from arrival until the whole request is given up; 0: never."""
+    forced: bytes = b""
+    """Ids to emit in place of drawn ones (test hook); int32."""
+
+
+class Stop(Message, frozen=True, array_like=True, tag=11):
+    """The gateway ended one choice (a stop string): `kept` tokens count, the rest is overrun."""
+
+    request: Count
+    choice: Count
+    kept: Count
+
+
+class Abort(Message, frozen=True, array_like=True, tag=12):
+    """The client is gone: free everything of this request."""
+
+    request: Count
+
+
+class Token(Struct, frozen=True, array_like=True):
+    """One generated token of one choice."""
+
+    request: int
+    choice: int
+    index: int
+    """How many tokens of this choice came before."""
+    token: int
+    finish: str = ""
+    """Empty, or why this was the last token: `stop`, `length`, `stop:<token id>`."""
+    logprob: float = 0.0
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class StepOutput(Message, frozen=True, array_like=True, tag=20):
+    """All tokens that one step made for one gateway."""
+
+    tokens: tuple[Token, ...]
+
+
+class PromptSources(Struct, frozen=True, array_like=True):
+    """Where a prompt's tokens came from; the sum is the prompt's length."""
+
+    device: int = 0
+    host: int = 0
+    disk: int = 0
+    remote: int = 0
+    prefill: int = 0
+    """Computed on the prefill node."""
+    decode: int = 0
+    """Computed on the decode node."""
+
+
+class Stages(Struct, frozen=True, array_like=True):
+    """Time to first token by stage: disjoint intervals on the decode node's clock, milliseconds."""
+
+    queue: float = 0.0
+    lookup: float = 0.0
+    load: float = 0.0
+    prefill: float = 0.0
+    transfer: float = 0.0
+    first_step: float = 0.0
+
+
+class Done(Message, frozen=True, array_like=True, tag=21):
+    """All choices of a request have ended; nothing more comes for it."""
+
+    request: Count
+    sources: PromptSources
+    stages: Stages
+    handoff_ms: float
+    """From the end of the prefill node's last chunk to the start of the first step, or 0."""
+    predicted_n: int
+    predicted_ms: float
+    """From the first token to the last, all choices."""
+    bytes_shipped: int
+    preemptions: int
+
+
+class Rejected(Message, frozen=True, array_like=True, tag=22):
+    """The request ended without running to its end; nothing is held for it any more.
+
+    `code` is one of `server_overloaded`, `context_length_exceeded`, `shutting_down`,
+    `deadline_exceeded`, `invalid_request`, `engine_error`.
+    """
+
+    request: Count
+    code: Text
+    message: Text
+
+
+class Load(Message, frozen=True, array_like=True, tag=23):
+    """A node's state, sent to every gateway about once a second and when it changes much."""
+
+    running: int
+    waiting: int
+    blocks_used: int
+    blocks_cached: int
+    blocks_total: int
+    draining: bool
+    counters: dict[str, float]
+    """Monotonic counters of this incarnation, by metric stem."""
+
+
+class KeyBatch(Message, frozen=True, array_like=True, tag=24):
+    """Blocks that a node's device pool gained and lost; `full` restates everything."""
+
+    number: Count
+    full: bool
+    committed: bytes
+    evicted: bytes
+
+
+class StepNotice(Message, frozen=True, array_like=True, tag=25):
+    """The node starts a step that it expects to take this long: silence until then is no stall."""
+
+    predicted_s: float
+
+
+class Drain(Message, frozen=True, array_like=True, tag=26):
+    """Accept no new requests; end when the last one has."""
+
+
+class Resync(Message, frozen=True, array_like=True, tag=27):
+    """A gateway missed a `KeyBatch`: restate all keys."""
+
+
+# -- the hand-off -------------------------------------------------------------------------------
+
+
+class Offer(Message, frozen=True, array_like=True, tag=30):
+    """D has reserved blocks `[first, last)` of this prompt and asks P for them."""
+
+    transfer: Count
+    epoch: Count
+    tokens: bytes
+    """Token ids of blocks `[0, last)`, int32."""
+    keys: bytes
+    """Keys of blocks `[0, last)`."""
+    first: Count
+    last: Count
+    credit: Count
+    """Bytes that P may have in flight before D returns some."""
+    priority: int = 0
+
+
+class Accepted(Message, frozen=True, array_like=True, tag=31):
+    """P has reserved the whole span. Its own prefix reaches to block `prefix`."""
+
+    transfer: Count
+    epoch: Count
+    prefix: Count
+    expected_start_s: float
+    """Seconds until P expects to start computing."""
+
+
+class Declined(Message, frozen=True, array_like=True, tag=32):
+    """P will not do it: `too_large` (more blocks than P has), `busy`, `draining`, `invalid`."""
+
+    transfer: Count
+    epoch: Count
+    reason: Text
+    needed: Count
+    available: Count
+
+
+class Blocks(Message, frozen=True, array_like=True, tag=33):
+    """Consecutive blocks from `first` on; their payloads are the frames behind this header."""
+
+    transfer: Count
+    epoch: Count
+    first: Count
+    checksums: tuple[Count, ...]
+    """xxh3-64 of each payload frame."""
+
+
+class Credit(Message, frozen=True, array_like=True, tag=34):
+    """D has taken over this many more bytes: P may send as many again and drop their blocks."""
+
+    transfer: Count
+    epoch: Count
+    size: Count
+
+
+class Complete(Message, frozen=True, array_like=True, tag=35):
+    """P has shipped the last block of the transfer."""
+
+    transfer: Count
+    epoch: Count
+    reused: Count
+    """Blocks that came from P's own pool."""
+    computed: Count
+    started_at: float
+    """When P began to compute, on P's monotonic clock; equal to finished_at if it did not."""
+    finished_at: float
+    """When P's last chunk ended."""
+
+
+class AbortTransfer(Message, frozen=True, array_like=True, tag=36):
+    transfer: Count
+    epoch: Count
+
+
+class TransferAborted(Message, frozen=True, array_like=True, tag=37):
+    """P sends nothing more of this transfer: it acknowledges an abort, or gives up by itself.
+
+    `reason` is `asked`, or what went wrong on P.
+    """
+
+    transfer: Count
+    epoch: Count
+    reason: Text
+
+
+AnyMessage = (
+    Hello | Welcome | HelloRequired | Refused | Ping | Pong
+    | Generate | Stop | Abort | StepOutput | Done | Rejected
+    | Load | KeyBatch | StepNotice | Drain | Resync
+    | Offer | Accepted | Declined | Blocks | Credit | Complete | AbortTransfer | TransferAborted
+)  # fmt: skip
+
+
+class Envelope(Struct, frozen=True, array_like=True):
+    """The header frame."""
+
+    sender: int
+    """Incarnation of the sending process: random, new with every start."""
+    receiver: int
+    """Incarnation that the sender believes it speaks to; 0 before it knows one."""
+    body: AnyMessage
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Envelope)
+
+
+def encode(envelope: Envelope) -> bytes:
+    return _encoder.encode(envelope)
+
+
+def decode(frame: bytes | memoryview, payload_sizes: tuple[int, ...]) -> Envelope:
+    """The header of a message whose raw frames have these sizes in bytes.
+
+    Raises
+    ------
+    MalformedFrame
+        The header does not decode, or it announces another number of payload frames.
+    """
+    if len(frame) > MAX_HEADER_BYTES:
+        raise MalformedFrame(f"a header of {len(frame)} bytes; the limit is {MAX_HEADER_BYTES}")
+    try:
+        envelope = _decoder.decode(frame)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise MalformedFrame(f"not a message: {str(error)[:200]}") from error
+    announced = len(envelope.body.checksums) if isinstance(envelope.body, Blocks) else 0
+    if announced != len(payload_sizes):
+        raise MalformedFrame(
+            f"{type(envelope.body).__name__} announces {announced} payloads, "
+            f"{len(payload_sizes)} came"
+        )
+    return envelope

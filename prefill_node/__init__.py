@@ -1,0 +1,1 @@
+"""The prefill node: computes prompts in chunks and ships their KV blocks. It never samples."""

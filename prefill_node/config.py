@@ -1,0 +1,32 @@
+"""The prefill node's settings: one frozen value, read once from flags and environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from kvferry.kvstore.settings import Size, default_cache_dir, flag, flag_from_environ, positional
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillConfig:
+    """`kvferry prefill`."""
+
+    model: str | None = positional(None, "folder, .gguf file or hub id [SmolLM2-135M-Instruct]")
+    listen: str = flag("tcp://127.0.0.1:0", "address to bind; port 0 picks one")
+    max_num_batched_tokens: int = flag(512, "tokens computed in one pass", minimum=64)
+    max_num_queued_reqs: int = flag(256, "offers that may wait for room", minimum=1)
+    max_model_len: int | None = flag(None, "longest prompt and output, tokens [the model's]")
+    kv_cache_memory_bytes: Size = flag(2 << 30, "memory for KV blocks")
+    enable_prefix_caching: bool = flag(True, "reuse blocks of earlier prompts")
+    block_size: int = flag(16, "tokens per KV block: 8, 16, 32 or 64")
+    dtype: Literal["auto", "float32", "float16", "bfloat16"] = flag("auto", "weights and KV")
+    device: str = flag("auto", "cpu or cuda; auto: cuda if there is one")
+    cores: str | None = flag(None, "cores to run on, as 0-1,3 [all]")
+    threads: int | None = flag(None, "compute threads [one a core]")
+    nice: int = flag(0, "added to the process's niceness")
+    spin: bool = flag(False, "idle threads spin instead of blocking")
+    cache_dir: Path = flag_from_environ(default_cache_dir, "where converted models are kept")
+    status_fd: int | None = flag(None, "pipe to report to", hidden=True)
+    log_level: Literal["debug", "info", "warning", "error"] = flag("info", "least level to log")

@@ -1,0 +1,241 @@
+"""A real gateway on a real socket, in front of a decode node that says what the test wants.
+
+The gateway runs in a thread of this process. The decode node is another thread that speaks the wire
+and computes nothing: it emits forced ids, or a fixed text, one token a step.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import httpx
+import zmq
+
+from kvferry.gateway.config import GatewayConfig
+from kvferry.gateway.model import load_model
+from kvferry.gateway.nodes import Nodes
+from kvferry.gateway.server import Server
+from kvferry.gateway.service import Gateway
+from kvferry.kernels.standin import write_standin_model
+from kvferry.kvstore.keys import unpack_tokens
+from kvferry.kvstore.router import Peer
+from kvferry.kvstore.router import Server as Router
+from kvferry.kvstore.sockets import new_incarnation
+from kvferry.kvstore.wire import (
+    PROTOCOL,
+    Abort,
+    Done,
+    Generate,
+    Hello,
+    Load,
+    PromptSources,
+    Rejected,
+    Stages,
+    StepOutput,
+    Stop,
+    Token,
+    Welcome,
+)
+
+MAX_MODEL_LEN = 512
+BYTE = 3
+"""The stand-in's vocabulary: three control tokens, then the bytes."""
+EOS = 2
+
+
+def ids_of(text: str | bytes) -> list[int]:
+    return [BYTE + byte for byte in (text.encode() if isinstance(text, str) else text)]
+
+
+@dataclass
+class Behaviour:
+    """What the decode node does with requests; a test changes it at will."""
+
+    pace: float = 0.0
+    """Seconds a step."""
+    hold: bool = False
+    """Emit nothing."""
+    reject: str = ""
+    cached: int = 0
+    split_done: bool = False
+    """`Done` only in the step after the last token."""
+
+
+@dataclass
+class _Live:
+    peer: Peer
+    generate: Generate
+    ids: list[list[int]]
+    position: int = 0
+    ended: set[int] = field(default_factory=set)
+
+
+class FakeDecode:
+    """A decode node without an engine."""
+
+    def __init__(self, address: str = "tcp://127.0.0.1:0", **fingerprint: str) -> None:
+        self.does = Behaviour()
+        self.generates: list[Generate] = []
+        self.stops: list[Stop] = []
+        self.aborts: list[Abort] = []
+        self._live: dict[int, _Live] = {}
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._router = Router(self._context, address, new_incarnation())
+        self.address = self._router.address
+        identity = {"weights": "w", **fingerprint}
+        self._router.open(Welcome("decode", identity, 16, 64, MAX_MODEL_LEN, 16))
+        self._ending = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends as a killed process does: without a word."""
+        self._ending.set()
+        self._thread.join(10)
+
+    def _run(self) -> None:
+        next_step = 0.0
+        while not self._ending.is_set():
+            now = time.monotonic()
+            self._router.tick(now)
+            for received in self._router.receive():
+                self._take(received.peer, received.message)
+            if now >= next_step and self._live and not self.does.hold:
+                next_step = now + self.does.pace
+                for live in list(self._live.values()):
+                    self._step(live)
+            else:
+                self._router.socket.poll(2)
+        self._router.close()
+        self._context.destroy(linger=0)
+
+    def _take(self, peer: Peer, message: object) -> None:
+        if isinstance(message, Generate):
+            self.generates.append(message)
+            if self.does.reject:
+                self._router.send(peer, Rejected(message.request, self.does.reject, "no"))
+                return
+            self._live[message.request] = _Live(peer, message, _script(message))
+        elif isinstance(message, Stop):
+            self.stops.append(message)
+            if message.request in self._live:
+                self._live[message.request].ended.add(message.choice)
+                self._finish(self._live[message.request])
+        elif isinstance(message, Abort):
+            self.aborts.append(message)
+            self._live.pop(message.request, None)
+
+    def _step(self, live: _Live) -> None:
+        generate, at = live.generate, live.position
+        tokens = []
+        for choice, ids in enumerate(live.ids):
+            if choice in live.ended:
+                continue
+            token, finish = ids[at % len(ids)], ""
+            if token in generate.stop_token_ids and at + 1 >= generate.min_tokens:
+                finish = f"stop:{token}"
+            elif token in generate.eos_ids and at + 1 >= generate.min_tokens:
+                finish = "stop"
+            elif at + 1 == generate.max_tokens:
+                finish = "length"
+            top = ((token, -0.5), (token + 1, -1.5))[: generate.sampling.logprobs or 0]
+            tokens.append(Token(generate.request, choice, at, token, finish, -0.5, top))
+            if finish:
+                live.ended.add(choice)
+        live.position += 1
+        if tokens:
+            self._router.send(live.peer, StepOutput(tuple(tokens)))
+        if not tokens or not self.does.split_done:
+            self._finish(live)
+
+    def _finish(self, live: _Live) -> None:
+        generate = live.generate
+        if len(live.ended) < generate.choices or generate.request not in self._live:
+            return
+        size, cached = len(generate.prompt) // 4, self.does.cached
+        sources = PromptSources(device=cached, prefill=size - cached)
+        done = Done(generate.request, sources, Stages(1, 2, 3, 4, 5, 6), 7, live.position, 8, 0, 0)
+        self._router.send(live.peer, done)
+        del self._live[generate.request]
+
+    def report(self, load: Load) -> None:
+        for peer in list(self._router.peers.values()):
+            self._router.send(peer, load)
+
+
+def _script(generate: Generate) -> list[list[int]]:
+    if generate.forced:
+        return [unpack_tokens(generate.forced)] * generate.choices
+    return [ids_of(f"Hello {choice}") + [EOS] for choice in range(generate.choices)]
+
+
+@dataclass
+class Rig:
+    """A gateway and its decode node."""
+
+    decode: FakeDecode
+    gateway: Gateway
+    url: str
+    port: int
+
+    def post(self, path: str, body: dict[str, Any], **options: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=20, **options)
+
+    def get(self, path: str, **options: Any) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=20, **options)
+
+    def chat(self, **fields: Any) -> httpx.Response:
+        messages = [{"role": "user", "content": "hi"}]
+        return self.post("/v1/chat/completions", {"messages": messages} | fields)
+
+    def idle(self) -> bool:
+        return not self.gateway.unanswered() and not any(
+            node.requests for node in self.gateway.nodes
+        )
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> float:
+    """Waits, and says for how long."""
+    start = time.monotonic()
+    while not condition():
+        assert time.monotonic() - start < seconds, "it did not happen"
+        time.sleep(0.005)
+    return time.monotonic() - start
+
+
+@contextmanager
+def running(folder: Path, decode: FakeDecode | None = None, **settings: Any) -> Iterator[Rig]:
+    """A gateway over a stand-in model that is written into `folder`."""
+    write_standin_model(folder)
+    node = FakeDecode() if decode is None else decode
+    base = GatewayConfig(model=str(folder), cache_dir=folder, enable_test_hooks=True)
+    config = replace(base, **({"decode_node": (node.address,)} | settings))
+    model = load_model(config, print)
+    ready = threading.Event()
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    hello = Hello(PROTOCOL, "gateway", {"tokenizer": model.tokenizer_digest})
+    nodes = Nodes(
+        context, config.decode_node, config.prefill_node, hello, new_incarnation(), ready.set
+    )
+    gateway = Gateway(config, model, nodes)
+    server = Server(gateway)
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    try:
+        assert ready.wait(10)
+        yield Rig(node, gateway, f"http://127.0.0.1:{port}", port)
+    finally:
+        server.should_exit = True
+        thread.join(10)
+        node.close()
+        context.destroy(linger=0)
+        listener.close()

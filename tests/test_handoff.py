@@ -1,0 +1,405 @@
+"""Requests through a decode and a prefill node, over real sockets, checked after every turn."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from kvferry.kvstore.keys import checksum, pack_tokens
+from kvferry.kvstore.link import LinkState
+from kvferry.kvstore.wire import Abort, Sampling, Stop
+from kvferry.tests.harness import (
+    BLOCK,
+    DECODE_LIMITS,
+    STANDIN,
+    Cluster,
+    prompt_of,
+)
+
+B, C = BLOCK, 512
+LENGTHS = (1, 2, B - 1, B, B + 1, 2 * B - 1, 2 * B, 2 * B + 1,
+           C - 1, C, C + 1, 2 * C - 1, 2 * C, 2 * C + 1)  # fmt: skip
+
+
+@pytest.fixture(params=[1, 0], ids=["apart", "alone"])
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    made = Cluster(request.param)
+    yield made
+    made.until(made.idle)
+    made.close()
+
+
+@pytest.fixture
+def apart() -> Iterator[Cluster]:
+    made = Cluster(1)
+    yield made
+    made.until(made.idle)
+    made.close()
+
+
+@pytest.mark.B9
+@pytest.mark.parametrize("length", LENGTHS)
+def test_lengths_around_block_and_chunk(cluster: Cluster, length: int) -> None:
+    prompt = prompt_of(length, seed=length)
+    cold = cluster.ask(prompt)
+    assert cold.ids() == cluster.reply(prompt)
+    assert cold.cached == 0
+    repeat = cluster.ask(prompt)
+    assert repeat.ids() == cold.ids()
+    assert repeat.cached == (length - 1) // B * B
+    longer = cluster.ask([*prompt, 5])
+    assert longer.ids() == cluster.reply([*prompt, 5])
+    assert longer.cached == length // B * B
+    for answer in (cold, repeat, longer):
+        assert answer.done is not None
+        sources = answer.done.sources
+        assert sum(getattr(sources, name) for name in sources.__struct_fields__) in (
+            length,
+            length + 1,
+        )
+
+
+def test_generated_blocks_are_reused_by_the_next_turn(cluster: Cluster) -> None:
+    prompt = prompt_of(300)
+    first = cluster.ask(prompt, max_tokens=64)
+    history = prompt + first.ids()
+    second = cluster.ask([*history, 1, 2, 3])
+    assert second.ids() == cluster.reply([*history, 1, 2, 3])
+    assert second.cached >= (len(history) - 1) // B * B
+
+
+def test_only_the_delta_is_shipped(apart: Cluster) -> None:
+    head = prompt_of(1024)
+    assert apart.ask(head).done is not None
+    answer = apart.ask(head + prompt_of(512, seed=3))
+    assert answer.ids() == apart.reply(head + prompt_of(512, seed=3))
+    assert answer.done is not None
+    assert answer.done.bytes_shipped == (512 // B - 1) * apart.engine.spec.block_bytes
+    assert answer.done.sources.device == 1024
+    assert answer.done.sources.prefill == 512 - B
+    assert answer.done.sources.decode == B
+
+
+def test_prefill_blocks_are_reused_when_the_decode_node_has_none() -> None:
+    cluster = Cluster(1, limits=replace(DECODE_LIMITS, reuse=False))
+    prompt = prompt_of(1000)
+    cold, repeat = cluster.ask(prompt), cluster.ask(prompt)
+    assert cold.ids() == repeat.ids() == cluster.reply(prompt)
+    assert cold.cached == 0
+    assert repeat.cached == (1000 - 1) // B * B
+    assert cluster.decode.pool.num_cached == 0
+    cluster.until(cluster.idle)
+    cluster.close()
+
+
+@pytest.mark.A8
+def test_without_any_reuse_nothing_is_counted_as_cached() -> None:
+    cluster = Cluster(1, limits=replace(DECODE_LIMITS, reuse=False), prefill_reuse=False)
+    prompt = prompt_of(1000)
+    answers = [cluster.ask(prompt) for _ in range(2)]
+    assert [answer.cached for answer in answers] == [0, 0]
+    assert all(answer.ids() == cluster.reply(prompt) for answer in answers)
+    cluster.until(cluster.idle)
+    cluster.close()
+
+
+def test_many_at_once_each_get_their_own_answer(cluster: Cluster) -> None:
+    lengths = random.Random(1).sample(range(5, 3000), 24)
+    prompts = [prompt_of(length, seed=length) for length in lengths]
+    answers = [cluster.submit(cluster.message(prompt)) for prompt in prompts]
+    cluster.until(lambda: all(answer.ended for answer in answers))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.ids() == cluster.reply(prompt)
+
+
+@pytest.mark.A8
+def test_a_prefix_wanted_by_many_at_once_is_computed_once(cluster: Cluster) -> None:
+    head = prompt_of(1024)
+    prompts = [head + prompt_of(40, seed=1000 + number) for number in range(12)]
+    answers = [cluster.submit(cluster.message(prompt)) for prompt in prompts]
+    cluster.until(lambda: all(answer.ended for answer in answers))
+    computed = 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.ids() == cluster.reply(prompt)
+        assert answer.done is not None
+        computed += answer.done.sources.prefill + answer.done.sources.decode
+    assert computed == 1024 + 12 * 40
+
+
+@pytest.mark.B6
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 17])
+def test_counts_and_finish_reasons(cluster: Cluster, max_tokens: int) -> None:
+    prompt = prompt_of(200)
+    expected = cluster.reply(prompt, 17)
+    plain = cluster.ask(prompt, max_tokens=max_tokens)
+    assert plain.ids() == expected[:max_tokens] and plain.finish() == "length"
+    eos = cluster.ask(prompt, max_tokens=max_tokens, eos_ids=(expected[0],))
+    assert eos.ids() == expected[:1] and eos.finish() == "stop"
+    stop = cluster.ask(prompt, max_tokens=max_tokens, stop_token_ids=(expected[0],))
+    assert stop.ids() == expected[:1] and stop.finish() == f"stop:{expected[0]}"
+    assert plain.done is not None and plain.done.predicted_n == max_tokens
+
+
+def test_min_tokens_holds_back_the_end(cluster: Cluster) -> None:
+    prompt = prompt_of(50)
+    first = cluster.reply(prompt, 1)[0]
+    answer = cluster.ask(prompt, min_tokens=5, eos_ids=(first,), max_tokens=40)
+    assert len(answer.ids()) >= 6 or answer.finish() == "length"
+    assert first not in answer.ids()[:5]
+
+
+@pytest.mark.B7
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0.0),
+        Sampling(temperature=0.8),
+        Sampling(temperature=1.0, top_p=0.7, top_k=20),
+        Sampling(temperature=1.0, min_p=0.1),
+        Sampling(temperature=0.0, frequency_penalty=1.5),
+        Sampling(temperature=0.0, presence_penalty=1.5),
+        Sampling(temperature=0.0, repetition_penalty=1.5),
+        Sampling(temperature=0.0, logit_bias=((7, 100.0),)),
+        Sampling(temperature=0.7, logprobs=5),
+    ],
+    ids=lambda one: "-".join(
+        f"{name}"
+        for name in one.__struct_fields__
+        if getattr(one, name) != getattr(Sampling(), name)
+    ),
+)
+def test_sampling_is_the_same_apart_and_alone(sampling: Sampling) -> None:
+    prompt = prompt_of(700)
+    answers = []
+    for prefill_nodes in (1, 0):
+        cluster = Cluster(prefill_nodes)
+        answers.append(
+            cluster.ask(prompt, sampling=sampling, seed=42, choices=3, min_tokens=2, eos_ids=(3,))
+        )
+        cluster.until(cluster.idle)
+        cluster.close()
+    for choice in range(3):
+        first, second = (
+            [(one.token, one.finish, one.logprob, one.top) for one in answer.tokens[choice]]
+            for answer in answers
+        )
+        assert first == second
+    if sampling.temperature and sampling.logprobs is None:
+        assert answers[0].ids(0) != answers[0].ids(1)
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 200, 1000])
+def test_choices_fork_after_the_prompt(cluster: Cluster, length: int) -> None:
+    prompt = prompt_of(length)
+    sampling = Sampling(temperature=1.0)
+    together = cluster.ask(prompt, choices=4, sampling=sampling, seed=9, max_tokens=40)
+    assert sorted(together.tokens) == [0, 1, 2, 3]
+    assert together.done is not None and together.done.predicted_n == 160
+    sources = together.done.sources
+    assert sources.device + sources.prefill + sources.decode == length
+    alone = cluster.ask(prompt, choices=1, sampling=sampling, seed=9, max_tokens=40)
+    assert alone.ids(0) == together.ids(0)
+
+
+@pytest.mark.D3
+def test_preemption_changes_nothing_but_time() -> None:
+    cluster = Cluster(1, decode_blocks=30)
+    prompts = [prompt_of(60 + number, seed=number) for number in range(10)]
+    answers = [cluster.submit(cluster.message(prompt, max_tokens=120)) for prompt in prompts]
+    cluster.until(lambda: all(answer.ended for answer in answers))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.ids() == cluster.reply(prompt, 120)
+        assert answer.done is not None and answer.cached == 0
+    assert sum(answer.done.preemptions for answer in answers if answer.done) > 0
+    cluster.until(cluster.idle)
+    cluster.close()
+
+
+def test_a_request_resumes_behind_the_tokens_already_streamed(cluster: Cluster) -> None:
+    prompt = prompt_of(333)
+    sampling = Sampling(temperature=0.9, frequency_penalty=0.5)
+    whole = cluster.ask(prompt, sampling=sampling, seed=5, choices=2, max_tokens=40)
+    for kept in (1, 16, 39):
+        outputs = tuple(pack_tokens(whole.ids(choice)[:kept]) for choice in range(2))
+        message = cluster.message(
+            prompt, sampling=sampling, seed=5, choices=2, max_tokens=40, outputs=outputs
+        )
+        answer = cluster.answers[message.request] = type(whole)(
+            {choice: whole.tokens[choice][:kept] for choice in range(2)}
+        )
+        assert cluster.gateway.send(message)
+        cluster.until(lambda answer=answer: answer.ended)  # type: ignore[misc]
+        assert answer.ids(0) == whole.ids(0) and answer.ids(1) == whole.ids(1)
+
+
+def test_a_stop_ends_one_choice_and_its_overrun_is_not_billed(cluster: Cluster) -> None:
+    message = cluster.message(prompt_of(30), choices=2, max_tokens=200)
+    answer = cluster.submit(message)
+    cluster.until(lambda: len(answer.ids(0)) >= 5)
+    assert cluster.gateway.send(Stop(message.request, 0, 3))
+    cluster.until(lambda: answer.ended)
+    assert len(answer.ids(1)) == 200
+    assert answer.done is not None and answer.done.predicted_n == 203
+
+
+@pytest.mark.B1
+@pytest.mark.parametrize("turns", range(0, 14))
+def test_a_client_may_leave_at_any_stage(cluster: Cluster, turns: int) -> None:
+    messages = [cluster.message(prompt_of(2000, seed=n), max_tokens=50) for n in range(3)]
+    answers = [cluster.submit(message) for message in messages]
+    for _ in range(turns):
+        cluster.turn()
+    for message in messages[1:]:
+        assert cluster.gateway.send(Abort(message.request))
+    cluster.until(lambda: answers[0].ended)
+    assert answers[0].ids() == cluster.reply(prompt_of(2000, seed=0), 50)
+    cluster.until(cluster.idle)
+
+
+def test_a_gateway_that_leaves_takes_its_requests_along(cluster: Cluster) -> None:
+    for number in range(3):
+        cluster.submit(cluster.message(prompt_of(1500, seed=number), max_tokens=3000))
+    for _ in range(6):
+        cluster.turn()
+    cluster.gateway.close()
+    cluster.gateway = cluster.client(cluster.decode._server.address, "gateway")
+    cluster.until(cluster.idle)
+    cluster.until(lambda: cluster.gateway.state is LinkState.READY)
+    assert cluster.ask(prompt_of(99)).ids() == cluster.reply(prompt_of(99))
+
+
+@pytest.mark.B3
+@pytest.mark.parametrize("turns", [1, 2, 3, 4, 6])
+def test_a_prefill_node_that_dies_costs_only_time(turns: int) -> None:
+    cluster = Cluster(1)
+    prompts = [prompt_of(3000, seed=number) for number in range(3)]
+    answers = [cluster.submit(cluster.message(prompt)) for prompt in prompts]
+    for _ in range(turns):
+        cluster.turn()
+    cluster.prefill.pop()._server.close()
+    cluster.until(lambda: all(answer.ended for answer in answers))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.ids() == cluster.reply(prompt)
+    cluster.until(cluster.idle)
+    cluster.close()
+
+
+def test_a_prefill_node_that_is_not_there_costs_only_time() -> None:
+    cluster = Cluster(0)
+    answer = cluster.ask(prompt_of(900), prefill_node="tcp://127.0.0.1:9")
+    assert answer.ids() == cluster.reply(prompt_of(900))
+    cluster.until(cluster.idle)
+    cluster.close()
+
+
+def test_a_span_larger_than_the_prefill_pool_is_computed_on_the_decode_node() -> None:
+    cluster = Cluster(1, prefill_blocks=20)
+    small, large = prompt_of(300), prompt_of(1000, seed=1)
+    assert cluster.ask(small).ids() == cluster.reply(small)
+    answer = cluster.ask(large)
+    assert answer.ids() == cluster.reply(large)
+    assert answer.done is not None and answer.done.sources.decode == 1000
+    cluster.until(cluster.idle)
+    cluster.close()
+
+
+@pytest.mark.A6
+@pytest.mark.parametrize("damages", [1, 2, 5])
+def test_a_damaged_block_is_never_used(damages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(1)
+    left = [damages]
+
+    def checksum_of_another(payload: bytes | memoryview) -> int:
+        left[0] -= 1
+        return 0 if left[0] >= 0 else checksum(payload)
+
+    monkeypatch.setattr("kvferry.prefill_node.node.checksum", checksum_of_another)
+    answer = cluster.ask(prompt_of(1000))
+    assert answer.ids() == cluster.reply(prompt_of(1000))
+    assert cluster.decode.receiver.inbox.counters.damaged >= 1
+    cluster.until(cluster.idle)
+    cluster.close()
+
+
+def test_the_negative_control_fails(cluster: Cluster) -> None:
+    """Overwriting one reused block changes the text: the checks above can fail."""
+    prompt = prompt_of(500)
+    honest = cluster.ask(prompt)
+    keys = cluster.message(prompt).keys
+    block = cluster.decode.pool.match([keys[16 * 10 : 16 * 11]])[0]
+    payload = bytearray(cluster.engine.read(block))
+    payload[3] ^= 1
+    cluster.engine.write(block, bytes(payload))
+    cluster.decode.pool.release([block])
+    assert cluster.ask(prompt).ids() != honest.ids()
+
+
+@pytest.mark.D11
+def test_a_full_queue_refuses_at_once() -> None:
+    cluster = Cluster(0, limits=replace(DECODE_LIMITS, max_queued=5, max_num_seqs=2))
+    answers = [
+        cluster.submit(cluster.message(prompt_of(50, seed=number), max_tokens=100))
+        for number in range(20)
+    ]
+    cluster.until(lambda: all(answer.ended for answer in answers))
+    refused = [answer.rejected.code for answer in answers if answer.rejected]
+    assert refused == ["server_overloaded"] * len(refused) and 10 <= len(refused) < 20
+    cluster.until(cluster.idle)
+    cluster.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "words"),
+    [
+        ({"max_tokens": 8000}, "context_length_exceeded", "8192"),
+        ({"choices": 17}, "invalid_request", "17"),
+        ({"keys": b"k" * 32}, "invalid_request", "keys"),
+        ({"prompt": b"abc"}, "invalid_request", ""),
+        ({"prompt": pack_tokens([0, 300]), "keys": b""}, "invalid_request", "vocabulary"),
+        ({"prompt": b"", "keys": b""}, "invalid_request", "empty"),
+    ],
+)
+def test_what_can_never_run_is_refused(
+    cluster: Cluster, changes: dict[str, object], code: str, words: str
+) -> None:
+    answer = cluster.ask(prompt_of(500), **changes)
+    assert answer.rejected is not None and answer.rejected.code == code
+    assert words in answer.rejected.message
+    assert cluster.ask(prompt_of(40)).ids() == cluster.reply(prompt_of(40))
+
+
+def test_forced_ids_need_the_test_hooks() -> None:
+    closed = Cluster(0, limits=replace(DECODE_LIMITS, forced_ids=False))
+    answer = closed.ask([1], forced=pack_tokens([5, 6]))
+    assert answer.rejected is not None and "test-hooks" in answer.rejected.message
+    closed.close()
+    opened = Cluster(0)
+    answer = opened.ask([1], forced=pack_tokens([5, 6]), max_tokens=3)
+    assert answer.ids()[:2] == [5, 6]
+    assert answer.ids()[2] == opened.reply([1, 5, 6], 1)[0]
+    opened.close()
+
+
+def test_a_long_prompt_does_not_stop_other_streams() -> None:
+    """While a long prompt is prefilled here, every step still decodes and is bounded."""
+    cluster = Cluster(0)
+    stream = cluster.submit(cluster.message(prompt_of(20), max_tokens=400))
+    cluster.until(lambda: len(stream.ids()) > 5)
+    before = len(stream.ids())
+    late = cluster.ask(prompt_of(4000, seed=2), max_tokens=1)
+    assert late.ids() == cluster.reply(prompt_of(4000, seed=2), 1)
+    assert len(stream.ids()) - before >= 4000 // 64
+    cluster.until(lambda: stream.ended)
+    cluster.close()
+
+
+def test_deadlines_end_requests() -> None:
+    slow = replace(STANDIN, seconds_per_pass=0.02)
+    cluster = Cluster(0, config=slow)
+    answer = cluster.ask(prompt_of(30), max_tokens=1000, deadline_s=0.2)
+    assert answer.rejected is not None and answer.rejected.code == "deadline_exceeded"
+    cluster.until(cluster.idle)
+    cluster.close()

@@ -1,0 +1,117 @@
+"""Who may import whom, checked over the syntax trees, and what must not lie where."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MAY_IMPORT = {
+    "kvstore": {"kvstore"},
+    "kernels": {"kernels"},
+    "gateway": {"gateway", "kvstore"},
+    "prefill_node": {"prefill_node", "kvstore", "kernels"},
+    "decode_node": {"decode_node", "kvstore", "kernels"},
+    "__main__": {"kvstore"},
+}
+WITHOUT_TORCH = ("kvstore", "gateway", "__main__")
+TENSOR_LIBRARIES = {"torch", "transformers", "flashinfer"}
+PICKLERS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing"}
+PICKLING_CALLS = {"send_pyobj", "recv_pyobj", "read_pickle", "to_pickle"}
+MODULES = sorted(
+    path
+    for package in MAY_IMPORT
+    for path in (ROOT / package, ROOT / f"{package}.py")
+    for path in ([path] if path.is_file() else path.rglob("*.py"))
+)
+
+
+def package_of(path: Path) -> str:
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def imports(tree: ast.AST) -> Iterator[str]:
+    """Every imported module and name, dotted, wherever in the module the import stands."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "a relative import hides which package it names"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+@pytest.fixture(params=MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def module(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.param
+    return path
+
+
+def test_packages_import_only_what_lies_below_them(module: Path) -> None:
+    names = [name.split(".") for name in imports(tree_of(module))]
+    ours = {name[1] for name in names if name[0] == "kvferry"}
+    assert ours <= MAY_IMPORT[package_of(module)]
+
+
+def test_only_nodes_and_kernels_touch_tensors(module: Path) -> None:
+    tops = {name.split(".")[0] for name in imports(tree_of(module))}
+    if package_of(module) in WITHOUT_TORCH:
+        assert not tops & TENSOR_LIBRARIES
+
+
+def test_nothing_pickles(module: Path) -> None:
+    tree = tree_of(module)
+    assert not {name.split(".")[0] for name in imports(tree)} & PICKLERS
+    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    assert not attributes & PICKLING_CALLS
+    assert "torch.load" not in ast.unparse(tree), "safetensors, never torch.load"
+
+
+def test_only_the_settings_read_the_environment(module: Path) -> None:
+    if module.relative_to(ROOT).as_posix() in ("kvstore/settings.py", "kvstore/process.py"):
+        return
+    nodes = [node for node in ast.walk(tree_of(module)) if isinstance(node, ast.expr)]
+    parts = [
+        ast.unparse(node.value) for node in nodes if isinstance(node, ast.Subscript | ast.Attribute)
+    ]
+    read = "os.environ" in parts or "os.getenv" in map(ast.unparse, nodes)
+    assert not read, "take the environment as an argument"
+
+
+def test_every_module_says_what_it_owns(module: Path) -> None:
+    assert ast.get_docstring(tree_of(module))
+
+
+def test_what_must_not_lie_where() -> None:
+    assert [path.name for path in ROOT.glob("*.py")] == ["__main__.py"], "others enter the wheel"
+    assert not (ROOT / "kernels" / "__init__.py").exists(), "transformers would import it"
+    assert not (ROOT / "tests" / "kernels").exists()
+    assert not (ROOT / "tests" / "__init__.py").exists()
+    assert (ROOT / ".typing" / "kvferry").resolve() == ROOT
+
+
+def loaded_by(code: str) -> set[str]:
+    code += "; import sys; print('\\n'.join(sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True, timeout=60
+    )
+    return set(done.stdout.splitlines())
+
+
+def test_help_loads_nothing_heavy() -> None:
+    loaded = loaded_by("from kvferry.__main__ import main; main(['--help'])")
+    assert not loaded & {*TENSOR_LIBRARIES, "numpy", "zmq", "starlette", "tokenizers"}
+
+
+def test_the_gateway_loads_no_torch() -> None:
+    names = [path.stem for path in (ROOT / "gateway").glob("*.py") if path.stem != "__init__"]
+    loaded = loaded_by("import " + ", ".join(f"kvferry.gateway.{name}" for name in names))
+    assert not loaded & TENSOR_LIBRARIES

@@ -1,0 +1,104 @@
+"""Messages survive the wire, and nothing that is not one gets past it."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from kvferry.kvstore import wire
+from kvferry.kvstore.errors import MalformedFrame
+
+EXAMPLES: list[wire.AnyMessage] = [
+    wire.Hello(1, "decode", {"a": "b"}),
+    wire.Welcome("prefill", {"a": "b"}, 16, 100, 8192, 16),
+    wire.HelloRequired(),
+    wire.Refused("dtype", "float32", "float16"),
+    wire.Ping(1.5),
+    wire.Pong(1.5, 2.5),
+    wire.Generate(
+        1, b"abcd", b"r" * 16, b"", 5, 0, (2,), (), wire.Sampling(logit_bias=((1, -2.0),)), -7, 2
+    ),
+    wire.Stop(1, 0, 4),
+    wire.Abort(1),
+    wire.Drain(),
+    wire.Resync(),
+    wire.StepOutput((wire.Token(1, 0, 3, 9, "stop:9", -0.5, ((9, -0.5),)),)),
+    wire.Done(1, wire.PromptSources(device=16), wire.Stages(queue=1.0), 2.0, 3, 4.0, 5, 0),
+    wire.Rejected(1, "server_overloaded", "full"),
+    wire.Load(1, 2, 3, 4, 5, False, {"steps": 1.0}),
+    wire.KeyBatch(1, True, b"k" * 16, b""),
+    wire.StepNotice(0.5),
+    wire.Offer(1, 1, b"t" * 64, b"k" * 16, 0, 1, 1000),
+    wire.Accepted(1, 1, 0, 0.0),
+    wire.Declined(1, 1, "too_large", 10, 5),
+    wire.Blocks(1, 1, 0, (2**64 - 1,)),
+    wire.Credit(1, 1, 10),
+    wire.Complete(1, 1, 0, 1, 1.0, 2.0),
+    wire.AbortTransfer(1, 1),
+    wire.TransferAborted(1, 1, "asked"),
+]
+
+
+def sizes(message: wire.AnyMessage) -> tuple[int, ...]:
+    return (8,) if isinstance(message, wire.Blocks) else ()
+
+
+def test_there_is_an_example_of_every_message() -> None:
+    assert {type(one) for one in EXAMPLES} == set(wire.AnyMessage.__args__)
+
+
+@pytest.mark.parametrize("message", EXAMPLES, ids=lambda one: type(one).__name__)
+def test_a_message_survives(message: wire.AnyMessage) -> None:
+    envelope = wire.Envelope(5, 6, message)
+    assert wire.decode(wire.encode(envelope), sizes(message)) == envelope
+
+
+def test_messages_are_frozen() -> None:
+    with pytest.raises(AttributeError):
+        wire.Abort(1).request = 2  # type: ignore[misc]
+
+
+def test_a_header_must_announce_its_payloads() -> None:
+    blocks = wire.encode(wire.Envelope(1, 2, wire.Blocks(1, 1, 0, (1, 2))))
+    for payloads in ((), (8,), (8, 8, 8)):
+        with pytest.raises(MalformedFrame, match="payloads"):
+            wire.decode(blocks, payloads)
+    with pytest.raises(MalformedFrame, match="payloads"):
+        wire.decode(wire.encode(wire.Envelope(1, 2, wire.Abort(1))), (8,))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        [99, 1],
+        [11, 1],
+        [11, "one", 0, 0],
+        [11, -1, 0, 0],
+        [10, 1, b"", b"short", b"", 1, 0, [], [], [], 0, 1],
+        {"type": 11},
+        None,
+    ],
+)
+def test_a_header_of_the_wrong_shape_is_refused(body: object) -> None:
+    with pytest.raises(MalformedFrame):
+        wire.decode(msgspec.msgpack.encode([1, 2, body]), ())
+
+
+@pytest.mark.B5
+def test_noise_and_truncation_are_refused() -> None:
+    noise = random.Random(1)
+    for message in EXAMPLES:
+        whole = wire.encode(wire.Envelope(1, 2, message))
+        for cut in range(len(whole)):
+            with pytest.raises(MalformedFrame):
+                wire.decode(whole[:cut], sizes(message))
+    for _ in range(2000):
+        with pytest.raises(MalformedFrame):
+            wire.decode(noise.randbytes(noise.randrange(1, 60)), ())
+
+
+def test_an_enormous_header_is_refused_unread() -> None:
+    with pytest.raises(MalformedFrame, match="limit"):
+        wire.decode(memoryview(bytes(wire.MAX_HEADER_BYTES + 1)), ())
