@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Sequence
 
@@ -48,6 +49,7 @@ def run(argv: Sequence[str]) -> int:
         )
         node = DecodeNode(engine, booted.server, connect, limits)
         try:
+            gc.freeze()  # what was loaded stays: no collection in the middle of a step walks it
             node.run(booted.stop.fileno(), lambda: booted.stop.requested)
         finally:
             node.close()

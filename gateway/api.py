@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
-from importlib.metadata import version
+from importlib import metadata
 from typing import Any
 
 import orjson
@@ -43,6 +43,7 @@ class Api:
 
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
+        self._version = metadata.version("kvferry")
 
     # -- answers -----------------------------------------------------------------------------------
 
@@ -201,10 +202,10 @@ class Api:
         }
 
     async def root(self, request: Request) -> Response:
-        return _json({"name": "kvferry", "version": version("kvferry")})
+        return _json({"name": "kvferry", "version": self._version})
 
     async def version(self, request: Request) -> Response:
-        return _json({"version": version("kvferry")})
+        return _json({"version": self._version})
 
     # -- how it is ---------------------------------------------------------------------------------
 

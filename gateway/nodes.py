@@ -40,7 +40,9 @@ from kvferry.kvstore.wire import (
 
 log = logging.getLogger(__name__)
 
-TICK_SECONDS = 0.1
+TICK_SECONDS = 0.05
+PREFILL_GRACE_SECONDS = 10.0
+"""How long the first announcement waits for prefill nodes once a decode node is there."""
 REFUSED_RETRY_SECONDS = 5.0
 
 Role = Literal["decode", "prefill"]
@@ -230,7 +232,8 @@ class Nodes:
         self.prefill = [Node("prefill", address, new_client) for address in prefill]
         self.shape: Shape | None = None
         """What all usable nodes have in common; known once a decode node has answered."""
-        self._on_ready = on_ready
+        self._on_ready: Callable[[], None] | None = on_ready
+        self._ready_since: float | None = None
         self._next_request = 1
         self._timer: asyncio.TimerHandle | None = None
 
@@ -259,16 +262,27 @@ class Nodes:
         for node in self:
             if node.tick(now):
                 self._judge()
-                if self.ready:
-                    self._on_ready()
+        self._announce(now)
         self._timer = asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
+
+    def _announce(self, now: float) -> None:
+        """Calls `on_ready` once, when everybody is there or the missing have been waited for."""
+        if self._on_ready is None or not self.ready:
+            return
+        if self._ready_since is None:
+            self._ready_since = now
+        complete = all(node.usable for node in self.prefill)
+        if complete or now >= self._ready_since + PREFILL_GRACE_SECONDS:
+            self._on_ready()
+            self._on_ready = None
 
     # -- who may be used ---------------------------------------------------------------------------
 
     def _judge(self) -> None:
         """Compares everybody's fingerprint with that of the first decode node in use."""
         if not any(node.usable for node in self.decode):
-            found = next((node.welcome for node in self.decode if node.welcome is not None), None)
+            welcomes = (node.welcome for node in self.decode)
+            found = next((it for it in welcomes if it is not None and it.role == "decode"), None)
             if found is None:
                 return
             self.shape = Shape(found.fingerprint, found.block_size, found.max_model_len)
@@ -278,15 +292,19 @@ class Nodes:
 
     def _judge_one(self, node: Node, welcome: Welcome) -> None:
         assert self.shape is not None
-        difference = first_difference(self.shape.fingerprint, welcome.fingerprint, partial=False)
-        if difference is None and welcome.block_size == self.shape.block_size:
-            if not node.usable:
-                log.info("%s node %s is ready", node.role, node.address)
-            node.usable = True
-            return
-        node.usable = False
-        reason = difference or f"its blocks hold {welcome.block_size} tokens"
-        log.error("%s node %s is not used: %s", node.role, node.address, reason)
+        reason: object = None
+        if welcome.role != node.role:
+            reason = f"it is a {welcome.role} node"
+        elif welcome.block_size != self.shape.block_size:
+            reason = f"its blocks hold {welcome.block_size} tokens, not {self.shape.block_size}"
+        else:
+            ours, theirs = self.shape.fingerprint, welcome.fingerprint
+            reason = first_difference(ours, theirs, partial=False)
+        if reason is not None:
+            log.error("%s node %s is not used: %s", node.role, node.address, reason)
+        elif not node.usable:
+            log.info("%s node %s is ready", node.role, node.address)
+        node.usable = reason is None
 
     # -- requests ----------------------------------------------------------------------------------
 

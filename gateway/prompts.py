@@ -22,7 +22,7 @@ from kvferry.gateway.parameters import MAX_CHOICES, Params
 from kvferry.gateway.tokenizer import CannotEncode
 from kvferry.kvstore.keys import chain, pack_tokens, root_key
 
-INLINE_CHARACTERS = 8192
+INLINE_CHARACTERS = 2048
 """Texts up to this length are tokenized on the event loop: about a millisecond."""
 
 T = TypeVar("T")

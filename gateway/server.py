@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import os
 import socket
@@ -45,7 +46,7 @@ def run(argv: Sequence[str]) -> int:
         description="Serves the HTTP API for decode and prefill nodes that run elsewhere.",
     )
     set_up_logging("gateway", config.log_level)
-    disable_created_metrics()
+    disable_created_metrics()  # type: ignore[no-untyped-call]
     if not config.decode_node:
         raise ConfigError("no decode node: name one with --decode-node tcp://HOST:PORT")
     status = StatusPipe(config.status_fd)
@@ -70,7 +71,10 @@ def serve(
             new_incarnation(),
             on_ready=lambda: status.report(ready=True),
         )
-        Server(Gateway(config, model, nodes)).run(sockets=[listener])
+        server = Server(Gateway(config, model, nodes))
+        gc.collect()
+        gc.freeze()  # what lives for ever would only lengthen the collector's pauses
+        server.run(sockets=[listener])
     finally:
         context.destroy(linger=0)
 

@@ -126,12 +126,14 @@ class TorchAttention:
         ``[tokens, heads, head_dim]``
         """
         self._write(plan, layer, key, value)
-        heads, tokens, head_dim = query.shape
-        output = query.new_empty(tokens, heads, head_dim)
-        if plan.groups:
-            by_token = query.transpose(0, 1)
-            for group in plan.groups:
-                self._decode(group, layer, by_token, scaling, output)
+        by_token = query.transpose(0, 1)
+        if len(plan.groups) == 1 and not plan.prefills:
+            return self._decode(plan.groups[0], layer, by_token, scaling)
+        output = torch.empty_like(by_token, memory_format=torch.contiguous_format)
+        for group in plan.groups:
+            queries = by_token.index_select(0, group.queries)
+            attended = self._decode(group, layer, queries, scaling)
+            output.index_copy_(0, group.queries, attended)
         for span in plan.prefills:
             part = slice(span.first, span.last)
             attended = self._prefill(
@@ -158,22 +160,19 @@ class TorchAttention:
         return gathered.view(2, rows.sequences, self._kv_heads, rows.tokens, self._head_dim)
 
     def _decode(
-        self,
-        group: DecodeGroup,
-        layer: int,
-        query: torch.Tensor,
-        scaling: float,
-        output: torch.Tensor,
-    ) -> None:
-        """The queries that share a KV head are the rows of one product."""
+        self, group: DecodeGroup, layer: int, queries: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """``[sequences, heads, head_dim]`` for queries of that shape.
+
+        The queries that share a KV head are the rows of one product: three times as fast in
+        float16 as asking torch for grouped queries, and as fast as writing the products out.
+        """
         keys, values = self._gather(group.rows, layer)
         shape = (group.rows.sequences, self._kv_heads, -1, self._head_dim)
-        queries = query.index_select(0, group.queries).view(shape)
         attended = scaled_dot_product_attention(
-            queries, keys, values, attn_mask=group.mask, scale=scaling
+            queries.reshape(shape), keys, values, attn_mask=group.mask, scale=scaling
         )
-        flat = attended.reshape(-1, self._heads, self._head_dim)
-        output.index_copy_(0, group.queries, flat)
+        return attended.reshape(-1, self._heads, self._head_dim)
 
     def _prefill(
         self,
@@ -235,7 +234,10 @@ class TorchAttention:
         return by_head.flatten().to(self._device)
 
     def _grouped(self, places: list[tuple[int, Span]]) -> list[list[tuple[int, Span]]]:
-        """Longest first; a group is bounded in memory, and padding to a quarter of its longest."""
+        """Groups of similar length, each in the order of the pass.
+
+        A group is bounded in memory, and its padding to a quarter of its longest sequence.
+        """
         groups: list[list[tuple[int, Span]]] = []
         longest = 0
         for place in sorted(places, key=lambda place: -place[1].end):
@@ -246,10 +248,10 @@ class TorchAttention:
             else:
                 groups.append([place])
                 longest = blocks
-        return groups
+        return [sorted(group, key=lambda place: place[0]) for group in groups]
 
     def _decode_group(self, places: list[tuple[int, Span]]) -> DecodeGroup:
-        blocks = self._count(places[0][1].end)
+        blocks = max(self._count(span.end) for _, span in places)
         tables: list[Sequence[int]] = []
         for _, span in places:
             used = list(span.blocks[: self._count(span.end)])

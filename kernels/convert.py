@@ -21,10 +21,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from gguf import GGUFReader
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers.integrations.gguf.reader import read_gguf_metadata
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
 from kvferry.kernels.errors import ModelError
@@ -62,10 +62,10 @@ def _convert(source: Path, folder: Path) -> None:
     # One folder and one file name is how transformers addresses a GGUF file.
     where: dict[str, Any] = {"gguf_file": source.name, "local_files_only": True}
     with _step("reading the tokenizer"), _as_model_error(source):
-        fields = GGUFReader(source).fields
+        metadata = read_gguf_metadata(str(source))[0]
         config = AutoConfig.from_pretrained(source.parent, **where)
         tokenizer = AutoTokenizer.from_pretrained(source.parent, **where)
-        if _field(fields, "tokenizer.ggml.pre") in DIGIT_SPLITTING:
+        if metadata.get("tokenizer.ggml.pre") in DIGIT_SPLITTING:
             _split_digits(tokenizer.backend_tokenizer)
         tokenizer.model_max_length = config.max_position_embeddings
         tokenizer.init_kwargs.pop("local_files_only", None)  # would be saved as if it were its own
@@ -85,7 +85,7 @@ def _convert(source: Path, folder: Path) -> None:
         config.architectures = [type(model).__name__]
         config.dtype = torch.float32
         config.save_pretrained(folder)
-        _generation_config(config, fields).save_pretrained(folder)
+        _generation_config(config, metadata).save_pretrained(folder)
 
 
 def _shallow(module: Any, depth: int) -> SimpleNamespace:
@@ -122,15 +122,11 @@ def _split_digits(tokenizer: Tokenizer) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([splitter, tokenizer.pre_tokenizer])
 
 
-def _field(fields: Mapping[str, Any], name: str) -> Any:
-    return fields[name].contents() if name in fields else None
-
-
-def _generation_config(config: Any, fields: Mapping[str, Any]) -> Any:
+def _generation_config(config: Any, metadata: Mapping[str, Any]) -> Any:
     """Every id that ends an answer: end of sequence, of turn and of message."""
     known = config.eos_token_id
     ids = [*known] if isinstance(known, list) else [known]
-    ids += [_field(fields, f"tokenizer.ggml.{kind}_token_id") for kind in ("eot", "eom")]
+    ids += [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eot", "eom")]
     return GenerationConfig(  # type: ignore[no-untyped-call]
         bos_token_id=config.bos_token_id,
         eos_token_id=list(dict.fromkeys(int(i) for i in ids if i is not None)),

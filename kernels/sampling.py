@@ -104,7 +104,8 @@ def sample(
     """
     row = _finite(logits_row)
     banned = suppressed if position < params.min_tokens else ()
-    adjusted = _adjust(row, params, prompt, output, banned)
+    with np.errstate(over="ignore"):
+        adjusted = _finite(_adjust(row, params, prompt, output, banned))
     if params.temperature < GREEDY_BELOW:
         token = int(adjusted.argmax())
     else:
@@ -231,7 +232,9 @@ def _nucleus(weights: Row, top_p: float) -> float:
 
 def _report(row: Row, token: int, count: int) -> tuple[float, tuple[tuple[int, float], ...]]:
     best = row.max()
-    normaliser = float(best) + math.log(float(np.exp(row - best).sum(dtype=np.float64)))
+    with np.errstate(over="ignore"):
+        mass = float(np.exp(row - best).sum(dtype=np.float64))
+    normaliser = float(best) + math.log(mass)
     top = ((i, _logprob(row[i], normaliser)) for i in _best(row, count))
     return _logprob(row[token], normaliser), tuple(top)
 

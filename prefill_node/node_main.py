@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Sequence
 
@@ -45,5 +46,6 @@ def run(argv: Sequence[str]) -> int:
             max_queued=config.max_num_queued_reqs,
             reuse=config.enable_prefix_caching,
         )
+        gc.freeze()  # what was loaded stays: no collection in the middle of a pass walks it
         node.run(booted.stop.fileno(), lambda: booted.stop.requested)
     return 0

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from kvferry.kernels.standin import write_standin_model
 from kvferry.kvstore.model_files import resolve_model
+from kvferry.tests.served import Served
+
+# Before anything imports torch: spinning OpenMP threads starve the servers under test.
+os.environ |= {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
 
 
 @pytest.fixture(scope="session")
@@ -15,3 +21,23 @@ def smollm2() -> Path:
     """The folder of the default model, converted once for all sessions of this machine."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvferry"
     return resolve_model(None, cache, lambda line: None).folder
+
+
+@pytest.fixture(scope="session")
+def standin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model folder that selects the stand-in engine; its tokens are bytes."""
+    folder = tmp_path_factory.mktemp("models") / "standin"
+    write_standin_model(folder)
+    return folder
+
+
+@pytest.fixture(scope="session", params=["apart", "alone"])
+def served(
+    request: pytest.FixtureRequest, standin: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    """The stand-in, served by real processes: with a prefill node, and by a decode node alone."""
+    log = tmp_path_factory.mktemp("served") / "log"
+    nodes = 1 if request.param == "apart" else 0
+    cluster = Served(standin, log, f"--prefill-nodes={nodes}", "--enable-test-hooks")
+    yield cluster
+    assert cluster.stop() == 0, log.read_text()

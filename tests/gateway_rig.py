@@ -80,7 +80,9 @@ class _Live:
 class FakeDecode:
     """A decode node without an engine."""
 
-    def __init__(self, address: str = "tcp://127.0.0.1:0", **fingerprint: str) -> None:
+    def __init__(
+        self, address: str = "tcp://127.0.0.1:0", role: str = "decode", **fingerprint: str
+    ) -> None:
         self.does = Behaviour()
         self.generates: list[Generate] = []
         self.stops: list[Stop] = []
@@ -90,7 +92,7 @@ class FakeDecode:
         self._router = Router(self._context, address, new_incarnation())
         self.address = self._router.address
         identity = {"weights": "w", **fingerprint}
-        self._router.open(Welcome("decode", identity, 16, 64, MAX_MODEL_LEN, 16))
+        self._router.open(Welcome(role, identity, 16, 64, MAX_MODEL_LEN, 16))
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -173,7 +175,7 @@ class FakeDecode:
 def _script(generate: Generate) -> list[list[int]]:
     if generate.forced:
         return [unpack_tokens(generate.forced)] * generate.choices
-    return [ids_of(f"Hello {choice}") + [EOS] for choice in range(generate.choices)]
+    return [[*ids_of(f"Hello {choice}"), EOS] for choice in range(generate.choices)]
 
 
 @dataclass
@@ -211,8 +213,10 @@ def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> float:
 
 
 @contextmanager
-def running(folder: Path, decode: FakeDecode | None = None, **settings: Any) -> Iterator[Rig]:
-    """A gateway over a stand-in model that is written into `folder`."""
+def running(
+    folder: Path, decode: FakeDecode | None = None, *, wait: bool = True, **settings: Any
+) -> Iterator[Rig]:
+    """A gateway over a stand-in model that is written into `folder`, once it is ready."""
     write_standin_model(folder)
     node = FakeDecode() if decode is None else decode
     base = GatewayConfig(model=str(folder), cache_dir=folder, enable_test_hooks=True)
@@ -231,7 +235,7 @@ def running(folder: Path, decode: FakeDecode | None = None, **settings: Any) -> 
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
-        assert ready.wait(10)
+        assert not wait or ready.wait(10)
         yield Rig(node, gateway, f"http://127.0.0.1:{port}", port)
     finally:
         server.should_exit = True

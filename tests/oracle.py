@@ -49,7 +49,7 @@ def greedy(model: Any, ids: Sequence[int], n: int) -> Greedy:
     new = list(ids)
     for _ in range(n):
         result = model(torch.tensor([new]), cache=cache, use_cache=True, logits_to_keep=1)
-        cache = result.past_key_values
+        cache = result.cache
         best = result.logits[0, -1].topk(2)
         margins.append(float(best.values[0] - best.values[1]))
         new = [int(best.indices[0])]

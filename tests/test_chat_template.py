@@ -27,8 +27,8 @@ LLAMA3 = (
     "{{- '<|start_header_id|>system<|end_header_id|>\n\nToday: ' + date + '<|eot_id|>' }}\n"
     "{%- for message in messages %}\n    {{- '<|start_header_id|>' + message['role'] + "
     "'<|end_header_id|>\n\n' + message['content'] | trim + '<|eot_id|>' }}\n{%- endfor %}\n"
-    "{%- if add_generation_prompt %}\n    {{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
-    "\n{%- endif %}"
+    "{%- if add_generation_prompt %}\n    "
+    "{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}\n{%- endif %}"
 )
 MISTRAL = (
     "{%- if messages[0]['role'] == 'system' %}{%- set system = messages[0]['content'] %}"
@@ -96,9 +96,11 @@ def ours(source: str, chat: list[dict[str, Any]], **options: Any) -> str:
 def theirs(source: str, chat: list[dict[str, Any]], **options: Any) -> str:
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    rendered, _ = render_jinja_template([chat], chat_template=source, **SPECIALS, **options)
-    assert isinstance(rendered[0], str)
-    return rendered[0]
+    options |= SPECIALS
+    rendered: tuple[list[str], object] = render_jinja_template(
+        [chat], chat_template=source, **options
+    )  # type: ignore[assignment]
+    return rendered[0][0]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +16,7 @@ TEXTS = st.lists(st.sampled_from(ODD) | st.text(max_size=5), max_size=8).map("".
 
 def cut(raw: bytes, places: list[int]) -> list[bytes]:
     edges = [0, *sorted(place % (len(raw) + 1) for place in places), len(raw)]
-    return [raw[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [raw[a:b] for a, b in itertools.pairwise(edges)]
 
 
 def deltas(parts: list[bytes]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Bodies and parameters: null is absent, nonsense is a 4xx that names it, defaults are filled in."""
+"""Bodies and parameters: null is absent, nonsense is a 4xx that names it, defaults fill in."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ VOCABULARY = Vocabulary(1000, {"temperature": 0.6, "top_k": 20.0})
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 
-def chat(test_hooks: bool = False, **fields: Any) -> Params:
+def chat(**fields: Any) -> Params:
     request = decode(orjson.dumps({"messages": MESSAGES} | fields), ChatRequest)
-    return read_chat(request, VOCABULARY, test_hooks=test_hooks)
+    return read_chat(request, VOCABULARY, test_hooks="hooks" in fields)
 
 
 def completion(**fields: Any) -> Params:
@@ -245,7 +245,7 @@ def test_logprobs() -> None:
 
 def test_the_rest_is_handed_on() -> None:
     params = chat(
-        test_hooks=True, kvferry_force_ids=[3, 4], stop="x", include_stop_str_in_output=True,
+        hooks=True, kvferry_force_ids=[3, 4], stop="x", include_stop_str_in_output=True,
         min_tokens=2, ignore_eos=True, stop_token_ids=[9], logit_bias={"7": -100, "3": 1},
         priority=-1, cache_salt="s", stream=True, return_token_ids=True,
         stream_options={"include_usage": True, "continuous_usage_stats": True},

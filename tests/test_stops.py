@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,7 +64,7 @@ def test_any_cut_is_the_whole_text(
     text: str, stops: list[str], places: list[int], include: bool
 ) -> None:
     edges = [0, *sorted(place % (len(text) + 1) for place in places), len(text)]
-    pieces = [text[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    pieces = [text[a:b] for a, b in itertools.pairwise(edges)]
     assert run(pieces, stops, include=include) == oracle(text, stops, include=include)
 
 

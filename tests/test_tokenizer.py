@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +13,10 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as RawTokenizer
 
-from kvferry.gateway.chat_template import ChatTemplate
+from kvferry.gateway.chat_template import ChatMessage, ChatTemplate, load_template
 from kvferry.gateway.conversation import Conversation, render
 from kvferry.gateway.errors import BadRequest
-from kvferry.gateway.tokenizer import Tokenizer
+from kvferry.gateway.tokenizer import Tokenizer, load_tokenizer
 from kvferry.kvstore.errors import ConfigError
 
 CHATML = (
@@ -40,7 +42,7 @@ def byte_level() -> RawTokenizer:
 
 
 def byte_pieces() -> RawTokenizer:
-    """SentencePiece's way: `▁` for a space, bytes as pieces, control tokens inside the vocabulary."""
+    """SentencePiece's way: `▁` for a space, bytes as pieces, control tokens in the vocabulary."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2}
     vocab |= {f"<0x{byte:02X}>": 3 + byte for byte in range(256)}
     for piece in ["▁", *"thecasonm.", "▁t", "he", "▁the", "ca", "cat", "▁cat"]:
@@ -160,6 +162,52 @@ def test_marked_chats_read_as_they_were_written(parts: list[str]) -> None:
 SHARED = wrapped(BYTE_LEVEL)
 
 
+def random_chats(count: int) -> list[list[ChatMessage]]:
+    draw = random.Random(7)
+    words = [
+        "the",
+        "of",
+        "😀",
+        "漢字",
+        "naïve",
+        "<b>",
+        "\n\n",
+        "f(x):",
+        "\t",
+        "it's",
+        "12",
+        "",
+        " ",
+    ]
+
+    def text(most: int) -> str:
+        return " ".join(draw.choices(words, k=draw.randint(0, most)))
+
+    chats = []
+    for _ in range(count):
+        chat = [{"role": "system", "content": text(20)}] if draw.random() < 0.5 else []
+        for _ in range(draw.randint(1, 4)):
+            chat.append({"role": "user", "content": text(40)})
+            chat.append({"role": "assistant", "content": text(40)})
+        chats.append([*chat, {"role": "user", "content": "go on"}])
+    return chats
+
+
+def test_ids_of_real_chats_equal_transformers(smollm2: Path) -> None:
+    from transformers import AutoTokenizer
+
+    theirs: Any = AutoTokenizer.from_pretrained(smollm2)
+    tokenizer, template = load_tokenizer(smollm2), load_template(smollm2, None)
+    assert template is not None
+    for chat in random_chats(100):
+        expected = theirs.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+        done = render(Conversation(tuple(chat)), template, tokenizer.control_text)
+        assert tokenizer.encode(done.text, add_special_tokens=False) == expected
+        # The way that hostile content takes gives the same ids where nothing is hostile.
+        assert tokenizer.encode_marked(done.text, "\ufdd0") == expected
+        assert tokenizer.decode(expected) == theirs.decode(expected, skip_special_tokens=True)
+
+
 # -- bytes -----------------------------------------------------------------------------------------
 
 
@@ -183,12 +231,13 @@ def test_pieces_have_exact_bytes() -> None:
 
 
 def test_special_and_unknown_ids_add_nothing() -> None:
-    end = BYTE_LEVEL.token_to_id("<|im_end|>")
+    end, think = BYTE_LEVEL.token_to_id("<|im_end|>"), BYTE_LEVEL.token_to_id("<think>")
+    assert end is not None and think is not None
     assert SHARED.bytes_of(end) == b""
     assert SHARED.bytes_of(end, skip_special=False) == b"<|im_end|>"
     assert SHARED.name_of(end) == "<|im_end|>"
     assert SHARED.bytes_of(1_000_000) == SHARED.bytes_of(-1) == b""
-    assert SHARED.bytes_of(BYTE_LEVEL.token_to_id("<think>")) == b"<think>"
+    assert SHARED.bytes_of(think) == b"<think>"
 
 
 @pytest.mark.parametrize("decoder", [None, {"type": "WordPiece", "prefix": "##", "cleanup": True}])

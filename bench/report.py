@@ -1,0 +1,219 @@
+"""The report in Markdown: verdicts, tables, and all that a reader needs to repeat them.
+
+Owns wording and form only; every figure comes from elsewhere. It can put itself between two marks
+of a document and leave the rest of that document as it is.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvferry.bench.figures import Spread, gaps, spread
+from kvferry.bench.machine import Machine
+from kvferry.bench.scenarios import (
+    SHORT_PROMPT,
+    STREAMS,
+    DecodeRounds,
+    Interference,
+    TtftRounds,
+)
+from kvferry.bench.server import Arrangement
+from kvferry.bench.verdicts import Results, Verdict, cold_ttft, handoff, repeat_ttft
+
+STAGES = ("queue", "lookup", "load", "prefill", "transfer", "first_step")
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """How the figures came about."""
+
+    command: str
+    model: str
+    seed: int
+    client_core: int
+    others: float
+    """Cores that other processes kept busy before a server started, at worst."""
+    arrangements: tuple[Arrangement, ...]
+    quick: bool
+
+
+def markdown(
+    results: Results, verdicts: Sequence[Verdict], machine: Machine, conditions: Conditions
+) -> str:
+    parts = [
+        describe(machine, conditions),
+        *(_verdicts(verdicts) if verdicts else ()),
+        "### Time to first token",
+        _ttft(results.ttft),
+        _stages(results.ttft),
+        "### The hand-off",
+        _handoff(results.ttft),
+        "### Decoding",
+        _decode(results.decode),
+        "### While a long prompt arrives",
+        _interference(results.interference),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+# -- the conditions --------------------------------------------------------------------------------
+
+
+def describe(machine: Machine, conditions: Conditions) -> str:
+    lines = [
+        f"* Command: `{conditions.command}`",
+        f"* Model: {conditions.model}, seed {conditions.seed}",
+        *machine_lines(machine),
+        f"* The load client runs on core {conditions.client_core}. Before each start of a server "
+        f"other processes used up to {conditions.others:.2f} cores.",
+        *(_describe(one) for one in conditions.arrangements),
+    ]
+    if conditions.quick:
+        lines.insert(0, "* **A quick run: not for quoting**")
+    return "\n".join(lines)
+
+
+def machine_lines(machine: Machine) -> list[str]:
+    versions = ", ".join(f"{name} {version}" for name, version in machine.versions)
+    return [
+        f"* Machine: {machine.cpu}, {machine.cores} cores, {machine.memory_gib:.0f} GiB RAM, "
+        f"{machine.system}",
+        f"* Versions: {versions}",
+    ]
+
+
+def _describe(arrangement: Arrangement) -> str:
+    if arrangement.url:
+        return f"* *{arrangement.name}*: {arrangement.url}"
+    return f"* *{arrangement.name}*: `kvferry serve {' '.join(arrangement.flags)}`"
+
+
+def _verdicts(verdicts: Sequence[Verdict]) -> list[str]:
+    rows = [
+        (one.what, f"{one.value:.3f}", f"≤ {one.limit:g}", "PASS" if one.holds else "**FAIL**")
+        for one in verdicts
+    ]
+    return ["### Verdicts", table(("ratio", "measured", "must be", ""), rows)]
+
+
+# -- the tables ------------------------------------------------------------------------------------
+
+
+def _ttft(all_rounds: Sequence[TtftRounds]) -> str:
+    rows = [
+        (
+            one.arrangement,
+            f"{one.size:,}",
+            milliseconds(cold_ttft(one)),
+            milliseconds(repeat_ttft(one)),
+            f"{statistics.median(each.repeat.cached_tokens for each in one.rounds):,.0f}",
+            str(len(one.rounds)),
+        )
+        for one in all_rounds
+    ]
+    head = ("arrangement", "tokens", "cold, ms", "repeated, ms", "of them cached", "rounds")
+    return "Median (least to most).\n\n" + table(head, rows)
+
+
+def _stages(all_rounds: Sequence[TtftRounds]) -> str:
+    rows = []
+    for one in all_rounds:
+        for name, answers in (
+            ("cold", [each.cold for each in one.rounds]),
+            ("repeated", [each.repeat for each in one.rounds]),
+        ):
+            parts = [answer.timings["ttft_ms"] for answer in answers]
+            medians = [statistics.median(part[stage] for part in parts) for stage in STAGES]
+            server = statistics.median(sum(part[stage] for stage in STAGES) for part in parts)
+            client = statistics.median(1e3 * answer.ttft for answer in answers)
+            figures = [f"{value:,.1f}" for value in (*medians, server, client)]
+            rows.append((one.arrangement, f"{one.size:,}", name, *figures))
+    stages = [stage.replace("_", " ") for stage in STAGES]
+    head = ("arrangement", "tokens", "", *stages, "all, by the server", "all, by the client")
+    return "The server's own split, medians in ms:\n\n" + table(head, rows)
+
+
+def _handoff(all_rounds: Sequence[TtftRounds]) -> str:
+    rows = []
+    for one in all_rounds:
+        if not one.shipped_bytes:
+            continue
+        shipped = sum(each.cold.timings["prompt_tokens"]["prefill"] for each in one.rounds)
+        each_prompt = one.shipped_bytes / (one.size * len(one.rounds))
+        rows.append(
+            (
+                f"{one.size:,}",
+                milliseconds(handoff(one)),
+                f"{100 * handoff(one).median / cold_ttft(one).median:.2f} %",
+                f"{each_prompt:,.0f}",
+                f"{one.shipped_bytes / max(1, shipped):,.0f}",
+                str(len(one.rounds)),
+            )
+        )
+    head = ("tokens", "hand-off, ms", "of cold TTFT", "bytes a prompt token",
+            "bytes a token computed apart", "rounds")  # fmt: skip
+    return table(head, rows) if rows else "No prefill node, nothing shipped."
+
+
+def _decode(all_rounds: Sequence[DecodeRounds]) -> str:
+    rows = []
+    for one in all_rounds:
+        rate = spread(one.rates)
+        figures = f"{rate.median:.1f} ({rate.low:.1f} to {rate.high:.1f})"
+        rows.append(
+            (one.arrangement, str(one.streams), figures, f"{one.client_us:.0f}", str(rate.rounds))
+        )
+    head = ("arrangement", "streams", "tokens/s, all streams", "load client, µs an event", "rounds")
+    return (
+        f"Prompts of {SHORT_PROMPT} tokens; while all streams run. Median (least to most).\n\n"
+        + table(head, rows)
+    )
+
+
+def _interference(runs: Sequence[Interference]) -> str:
+    rows = []
+    for one in runs:
+        for name, values in (("quiet", one.quiet), ("busy", one.busy)):
+            found = gaps(values)
+            figures = [f"{1e3 * value:.1f}" for value in (found.p50, found.p99, found.most)]
+            ttft = f"{statistics.median(one.newcomers):.2f}" if name == "busy" else ""
+            rows.append(
+                (one.arrangement, name, *figures, f"{found.count:,}", ttft, str(one.rounds))
+            )
+    head = ("arrangement", "", "ITL p50, ms", "p99, ms", "most, ms", "gaps",
+            "newcomer's TTFT, s", "rounds")  # fmt: skip
+    size = f"{runs[0].size:,}" if runs else "no"
+    return (
+        f"{STREAMS} streams decode; busy is from the sending of a prompt of {size} tokens to its "
+        "first token. Gaps of all rounds together.\n\n" + table(head, rows)
+    )
+
+
+def milliseconds(value: Spread) -> str:
+    digits = 1 if value.median < 0.1 else 0
+    low, middle, high = (f"{1e3 * x:,.{digits}f}" for x in (value.low, value.median, value.high))
+    return f"{middle} ({low} to {high})"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+# -- into a document -------------------------------------------------------------------------------
+
+
+def write_section(path: Path, name: str, text: str) -> None:
+    """Puts `text` between the marks of `name` in a document, or at its end with new marks."""
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    section = f"{begin}\n{text}{end}"
+    document = path.read_text() if path.exists() else ""
+    before, found, rest = document.partition(begin)
+    if found:
+        after = rest.partition(end)[2]
+    else:
+        before, after = document + ("\n" if document else ""), "\n"
+    path.write_text(before + section + after)

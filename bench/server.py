@@ -1,0 +1,156 @@
+"""The server under test: a `kvferry serve` of its own, or one that already runs.
+
+Owns the child process from its start to its end, and the few questions asked of a server beside
+the load: its model's name, its tokenizer, its counters. Everything goes over HTTP.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import IO
+from urllib.parse import urlsplit
+
+import httpx
+
+from kvferry.bench.load import Target
+from kvferry.kvstore.process import die_with_parent
+from kvferry.kvstore.settings import without_settings
+
+READY_S = 600
+"""The first start may convert the model."""
+END_S = 20
+_SERVES = re.compile(r"kvferry serves (\S+) at (http://\S+)/v1")
+
+
+class ServerFailed(Exception):
+    """It did not start, or it does not answer as it should."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrangement:
+    """One way of running the server; `url` names one that runs already."""
+
+    name: str
+    flags: tuple[str, ...] = ()
+    url: str = ""
+
+
+class Server:
+    """A server that is ready."""
+
+    def __init__(self, url: str, arrangement: Arrangement) -> None:
+        self.arrangement = arrangement
+        self._http = httpx.Client(base_url=url, timeout=60)
+        place = urlsplit(url)
+        models = self._get("/v1/models").json()["data"]
+        self.target = Target(place.hostname or "", place.port or 80, models[0]["id"])
+
+    @property
+    def version(self) -> str:
+        return str(self._get("/version").json()["version"])
+
+    def encode(self, text: str) -> list[int]:
+        """A text's tokens, by the server's tokenizer."""
+        body = {"model": self.target.model, "prompt": text, "add_special_tokens": False}
+        answer = self._http.post("/tokenize", json=body)
+        answer.raise_for_status()
+        return list(answer.json()["tokens"])
+
+    def counter(self, name: str, role: str) -> float:
+        """A counter of all nodes of a role, once the nodes have had time to report it."""
+        time.sleep(1.5)
+        page = self._get("/metrics").text
+        line = re.compile(rf'^{name}\{{[^}}]*role="{role}"[^}}]*\}} (\S+)$', re.MULTILINE)
+        return sum(float(value) for value in line.findall(page))
+
+    def _get(self, path: str) -> httpx.Response:
+        answer = self._http.get(path)
+        answer.raise_for_status()
+        return answer
+
+    def close(self) -> None:
+        self._http.close()
+
+
+@contextmanager
+def running(arrangement: Arrangement, cores: frozenset[int]) -> Iterator[Server]:
+    """The server, from ready to the end of the block. It may use `cores`, whatever we may use."""
+    if arrangement.url:
+        server = Server(arrangement.url, arrangement)
+        try:
+            yield server
+        finally:
+            server.close()
+        return
+    with tempfile.TemporaryFile("w+") as log:
+        process = _start(arrangement, cores, log)
+        try:
+            server = Server(_wait(process, log), arrangement)
+            try:
+                yield server
+            finally:
+                server.close()
+        finally:
+            _stop(process)
+
+
+def _start(
+    arrangement: Arrangement, cores: frozenset[int], log: IO[str]
+) -> subprocess.Popen[bytes]:
+    parent = os.getpid()
+
+    def before_exec() -> None:
+        die_with_parent(parent)
+        os.sched_setaffinity(0, cores)
+
+    # -P: whatever the current folder holds, it is not imported.
+    command = [sys.executable, "-P", "-m", "kvferry", "serve", "--port=0", *arrangement.flags]
+    return subprocess.Popen(
+        command,
+        env=without_settings(os.environ),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=log,
+        start_new_session=True,
+        preexec_fn=before_exec,
+    )
+
+
+def _wait(process: subprocess.Popen[bytes], log: IO[str]) -> str:
+    """The URL, when it serves."""
+    assert process.stdout is not None
+    deadline, said = time.monotonic() + READY_S, b""
+    while time.monotonic() < deadline:
+        if not select.select([process.stdout], [], [], 1)[0]:
+            continue
+        data = os.read(process.stdout.fileno(), 65536)
+        said += data
+        found = _SERVES.search(said.decode(errors="replace"))
+        if found:
+            return found[2]
+        if not data:
+            break
+    log.seek(0)
+    tail = "".join(log.readlines()[-5:])
+    raise ServerFailed(f"the server did not become ready:\n{tail}")
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(END_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    assert process.stdout is not None
+    process.stdout.close()

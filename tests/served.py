@@ -1,0 +1,121 @@
+"""A `kvferry serve` of its own: real processes, real sockets, on a free port."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from kvferry.kernels.standin import MODEL_TYPE
+
+START_S = 120.0
+
+
+class Served:
+    """Starts `kvferry serve MODEL --port 0 FLAGS` and waits until it serves."""
+
+    def __init__(self, model: Path, log: Path, *flags: str, cache_dir: Path | None = None) -> None:
+        self.model = model
+        self.log = log
+        environ = {name: value for name, value in os.environ.items() if "KVFERRY" not in name}
+        extra = [f"--cache-dir={cache_dir}"] if cache_dir else []
+        if MODEL_TYPE in (model / "config.json").read_text():
+            extra.append("--kv-cache-memory-bytes=16MiB")  # 65,536 of the stand-in's small blocks
+        with log.open("w") as stderr:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "kvferry", "serve", str(model), "--port=0", *extra, *flags],
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                cwd=log.parent,
+                env=environ,
+            )
+        self.url = self._await_url()
+        self.http = httpx.Client(base_url=self.url, timeout=120)
+
+    def _await_url(self) -> str:
+        assert self.process.stdout is not None
+        readable, _, _ = select.select([self.process.stdout], [], [], START_S)
+        line = self.process.stdout.readline() if readable else ""
+        found = re.search(r"http://\S+?(?=/v1)", line)
+        if found is None:
+            self.process.kill()
+            raise AssertionError(f"not serving: {line!r}\n{self.log.read_text()}")
+        return found[0]
+
+    def children(self) -> dict[str, int]:
+        """Process ids of the roles, by role."""
+        found = subprocess.run(
+            ["ps", "-o", "pid=,args=", "--ppid", str(self.process.pid)],
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        rows = [line.split(None, 1) for line in found.stdout.splitlines()]
+        return {
+            role: int(pid)
+            for pid, args in rows
+            for role in ("gateway", "prefill", "decode")
+            if f"kvferry {role}" in args
+        }
+
+    # -- asking ---------------------------------------------------------------------------------
+
+    def post(self, path: str, body: Mapping[str, Any], **options: Any) -> httpx.Response:
+        return self.http.post(path, json=body, **options)
+
+    def complete(self, **body: Any) -> dict[str, Any]:
+        """`/v1/completions`, greedy unless said otherwise, EOS ignored."""
+        response = self.post("/v1/completions", {"temperature": 0, "ignore_eos": True, **body})
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def ids(self, prompt: list[int], count: int, **body: Any) -> list[int]:
+        """The ids that follow a prompt of ids."""
+        answer = self.complete(prompt=prompt, max_tokens=count, return_token_ids=True, **body)
+        found: list[int] = answer["choices"][0]["token_ids"]
+        return found
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum of one metric's samples with these labels."""
+        total = 0.0
+        for line in self.http.get("/metrics").text.splitlines():
+            if line.startswith((f"{name}{{", f"{name} ")) and all(
+                f'{label}="{value}"' in line for label, value in labels.items()
+            ):
+                total += float(line.rsplit(" ", 1)[1])
+        return total
+
+    def wait_until_ready(self, seconds: float = 30.0) -> None:
+        deadline = time.monotonic() + seconds
+        while self.http.get("/ready").status_code != 200:
+            assert time.monotonic() < deadline, "not ready again"
+            time.sleep(0.05)
+
+    # -- ending ---------------------------------------------------------------------------------
+
+    def stop(self, seconds: float = 40.0) -> int:
+        """Drains it; the exit status."""
+        self.process.send_signal(signal.SIGTERM)
+        return self.wait(seconds)
+
+    def wait(self, seconds: float = 40.0) -> int:
+        """Waits for its end, which somebody has asked for; the exit status."""
+        self.http.close()
+        try:
+            return self.process.wait(seconds)
+        finally:
+            self.process.kill()
+            self.process.wait()
+            assert self.process.stdout is not None
+            self.process.stdout.close()

@@ -1,0 +1,125 @@
+"""What the whole server writes is what transformers writes: real weights, text and processes.
+
+Greedy, float32, 64 new tokens of 20 prompts of 5 to 1,000 tokens (longer ones in
+`make bench-equality`): alone and in a batch of 16, cold and repeated, with a prefill node and
+without one. A difference counts unless the oracle itself was undecided there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.tests.oracle import Greedy, agree, greedy, load_oracle
+from kvferry.tests.real_prompts import real_prompts
+from kvferry.tests.served import Served
+from kvferry.tests.tiny_models import write_tiny_model
+
+NEW = 64
+BATCH = 16
+ALONE = slice(0, None, 3)
+"""Prompts that are also run one at a time; `make bench-equality` runs all of them so."""
+
+B, C = 16, 512
+AROUND = (1, 2, B - 1, B, B + 1, 2 * B - 1, 2 * B, 2 * B + 1,
+          C - 1, C, C + 1, 2 * C - 1, 2 * C, 2 * C + 1)  # fmt: skip
+
+
+def oracle_of(folder: Path, prompts: Sequence[list[int]], count: int) -> list[Greedy]:
+    model = load_oracle(folder)
+    return [greedy(model, prompt, count) for prompt in prompts]
+
+
+@pytest.fixture(scope="module")
+def prompts(smollm2: Path) -> list[list[int]]:
+    return real_prompts(smollm2)
+
+
+@pytest.fixture(scope="module")
+def expected(smollm2: Path, prompts: list[list[int]]) -> list[Greedy]:
+    return oracle_of(smollm2, prompts, NEW)
+
+
+@pytest.fixture(scope="module", params=["apart", "alone"])
+def real(
+    request: pytest.FixtureRequest, smollm2: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Served]:
+    nodes = 1 if request.param == "apart" else 0
+    log = tmp_path_factory.mktemp("real") / "log"
+    cluster = Served(smollm2, log, f"--prefill-nodes={nodes}")
+    yield cluster
+    assert cluster.stop() == 0, log.read_text()
+
+
+def together(served: Served, prompts: Sequence[list[int]], count: int, salt: str) -> list[Any]:
+    """All prompts, `BATCH` at a time."""
+    with ThreadPoolExecutor(BATCH) as pool:
+        return list(
+            pool.map(
+                lambda prompt: served.complete(
+                    prompt=prompt, max_tokens=count, return_token_ids=True, cache_salt=salt
+                ),
+                prompts,
+            )
+        )
+
+
+def check(
+    prompts: Sequence[list[int]], expected: Sequence[Greedy], answers: Sequence[Any], cached: bool
+) -> None:
+    """Equal but for ties, and cached exactly when said so."""
+    ties = []
+    for prompt, want, answer in zip(prompts, expected, answers, strict=True):
+        got = answer["choices"][0]["token_ids"]
+        assert len(got) == len(want.tokens)
+        verdict = agree(want.tokens, want.margins, got)
+        assert verdict.equal, f"prompt of {len(prompt)} tokens differs at {verdict.wrong_at}"
+        if verdict.tie_at is not None:
+            ties.append((len(prompt), verdict.tie_at))
+        hits = answer["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert hits == ((len(prompt) - 1) // B * B if cached else 0)
+    print(f"{len(answers)} texts, parted at a tie (prompt, position): {ties}")
+    assert len(ties) <= len(answers) // 5, "more ties than rounding explains"
+
+
+def test_real_texts_in_a_batch_cold_then_repeated(
+    real: Served, prompts: list[list[int]], expected: list[Greedy]
+) -> None:
+    check(prompts, expected, together(real, prompts, NEW, "batch"), cached=False)
+    check(prompts, expected, together(real, prompts, NEW, "batch"), cached=True)
+
+
+def test_real_texts_alone(real: Served, prompts: list[list[int]], expected: list[Greedy]) -> None:
+    few, wanted = prompts[ALONE], expected[ALONE]
+    answers = [
+        real.complete(prompt=prompt, max_tokens=NEW, return_token_ids=True, cache_salt="alone")
+        for prompt in few
+    ]
+    check(few, wanted, answers, cached=False)
+    with_prefill = [answer["timings"]["prompt_tokens"]["prefill"] > 0 for answer in answers]
+    apart = "prefill" in real.children()
+    assert with_prefill == [apart and len(prompt) > 128 for prompt in few]
+
+
+@pytest.mark.B9
+@pytest.mark.parametrize("nodes", [1, 0], ids=["apart", "alone"])
+def test_lengths_around_block_and_chunk(
+    smollm2: Path, tmp_path_factory: pytest.TempPathFactory, nodes: int
+) -> None:
+    """A tiny model whose text changes with nearly every damaged block; cold, repeated, longer."""
+    folder = tmp_path_factory.mktemp("tiny") / "tiny-llama"
+    write_tiny_model(folder, tokenizer_from=smollm2)
+    prompts = real_prompts(smollm2, [length + 1 for length in AROUND])
+    cold = [prompt[:-1] for prompt in prompts]
+    wanted, longer = oracle_of(folder, cold, NEW), oracle_of(folder, prompts, NEW)
+    served = Served(folder, folder.parent / "log", f"--prefill-nodes={nodes}")
+    try:
+        check(cold, wanted, together(served, cold, NEW, "b9"), cached=False)
+        check(cold, wanted, together(served, cold, NEW, "b9"), cached=True)
+        check(prompts, longer, together(served, prompts, NEW, "b9"), cached=True)
+    finally:
+        assert served.stop() == 0
