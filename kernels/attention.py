@@ -228,7 +228,7 @@ class TorchAttention:
         slots: list[torch.Tensor] = []
         for span in batch.spans:
             positions = torch.arange(span.start, span.end)
-            table = torch.tensor(span.blocks[: self._count(span.end)])
+            table = torch.tensor(list(span.blocks[: self._count(span.end)]))
             slots.append(table[positions // size] * per_block + positions % size)
         by_head = torch.cat(slots)[:, None] + torch.arange(heads) * size
         return by_head.flatten().to(self._device)
@@ -277,7 +277,9 @@ class TorchAttention:
         return PrefillSpan(first, last, span.start, rows, self._mask(hidden))
 
     def _rows_of(self, tables: list[Sequence[int]]) -> Rows:
-        table = torch.tensor(tables)[None, :, None]  # [1, sequences, 1, blocks]
+        table = torch.tensor([list(table) for table in tables])[
+            None, :, None
+        ]  # [1, sequences, 1, blocks]
         kind = torch.arange(2)[:, None, None, None]
         head = torch.arange(self._kv_heads)[:, None]
         rows = (table * self._layers * 2 + kind) * self._kv_heads + head
