@@ -29,12 +29,10 @@ from kvferry.bench.scenarios import (
     time_to_first_token,
     warm_up,
 )
-from kvferry.bench.server import Arrangement, ServerFailed, running
+from kvferry.bench.server import Arrangement, ServerFailed, explain, running
 from kvferry.bench.verdicts import Results, judge
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.settings import flag, option_name, parse, positional
-
-APART = "P apart"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +71,12 @@ def plan(config: BenchConfig) -> Plan:
 def arrangements(config: BenchConfig, available: frozenset[int]) -> tuple[Arrangement, ...]:
     """The servers to measure. The first is the one that is judged."""
     if config.url is not None:
-        return (Arrangement(APART, url=config.url),)
+        return (Arrangement("the server given", url=config.url),)
     common = [f"--dtype={config.dtype}", *([config.model] if config.model else [])]
     first = min(available)
     alone = "--prefill-nodes=0"
     return (
-        Arrangement(APART, ("--prefill-nodes=1", *common)),
+        Arrangement("P apart", ("--prefill-nodes=1", *common)),
         Arrangement("D alone, one core", (alone, f"--decode-cores={first}", *common)),
         Arrangement("D alone, all cores", (alone, *common)),
     )
@@ -93,7 +91,8 @@ class Run:
         self.cores = cores()
         self.client_core = max(self.cores) if config.core is None else config.core
         self.arrangements = arrangements(config, self.cores)
-        self.model = self.version = ""
+        self.judged = self.arrangements[0].name
+        self.model = ""
         self.others = 0.0
         self._prompts = Prompts(load_chats(), config.seed)
         self._ttft: list[TtftRounds] = []
@@ -113,7 +112,7 @@ class Run:
 
     def _measure(self, cluster: Cluster) -> None:
         """Everything of the first arrangement; of others what it is compared by."""
-        whole, plan = cluster.name == APART, self.plan
+        whole, plan = cluster.name == self.judged, self.plan
         short, middle, long = plan.sizes
         warm_up(cluster, (short, middle))
         rounds = plan.rounds if whole else plan.few
@@ -151,7 +150,7 @@ def main(argv: Sequence[str]) -> int:
     run = Run(config)
     machine = this_machine()
     results = run.measure()
-    verdicts = judge(results, APART, run.plan.sizes[1])
+    verdicts = judge(results, run.judged, run.plan.sizes[1])
     conditions = Conditions(
         command(config), run.model, config.seed, run.client_core, run.others,
         run.arrangements, config.quick,
@@ -167,7 +166,7 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except (BadAnswer, ConfigError, NoChats, ServerFailed, httpx.HTTPError) as error:
-        print(f"bench: error: {error}", file=sys.stderr)
+        print(f"bench: error: {explain(error)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -26,7 +26,7 @@ from kvferry.bench.machine import cores, this_machine
 from kvferry.bench.prompts import NoChats, Prompts, load_chats
 from kvferry.bench.report import machine_lines, write_section
 from kvferry.bench.scenarios import BadAnswer, check_whole
-from kvferry.bench.server import Arrangement, Server, ServerFailed, running
+from kvferry.bench.server import Arrangement, Server, ServerFailed, explain, running
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.model_files import resolve_model
 from kvferry.kvstore.settings import default_cache_dir, flag, flag_from_environ, parse, positional
@@ -179,7 +179,7 @@ if __name__ == "__main__":
     try:
         sys.exit(main(sys.argv[1:]))
     except (BadAnswer, ConfigError, NoChats, ServerFailed, httpx.HTTPError) as error:
-        print(f"equality: error: {error}", file=sys.stderr)
+        print(f"equality: error: {explain(error)}", file=sys.stderr)
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)

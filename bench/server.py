@@ -55,10 +55,6 @@ class Server:
         models = self._get("/v1/models").json()["data"]
         self.target = Target(place.hostname or "", place.port or 80, models[0]["id"])
 
-    @property
-    def version(self) -> str:
-        return str(self._get("/version").json()["version"])
-
     def encode(self, text: str) -> list[int]:
         """A text's tokens, by the server's tokenizer."""
         body = {"model": self.target.model, "prompt": text, "add_special_tokens": False}
@@ -95,11 +91,14 @@ def running(arrangement: Arrangement, cores: frozenset[int]) -> Iterator[Server]
     with tempfile.TemporaryFile("w+") as log:
         process = _start(arrangement, cores, log)
         try:
-            server = Server(_wait(process, log), arrangement)
+            server = Server(_wait(process), arrangement)
             try:
                 yield server
             finally:
                 server.close()
+        except Exception as error:
+            error.add_note(_complaints(log))
+            raise
         finally:
             _stop(process)
 
@@ -126,7 +125,19 @@ def _start(
     )
 
 
-def _wait(process: subprocess.Popen[bytes], log: IO[str]) -> str:
+def _complaints(log: IO[str]) -> str:
+    """The end of what the server logged beside its requests."""
+    log.seek(0)
+    lines = [line for line in log if " INFO " not in line]
+    return "the server said:\n" + "".join(lines[-30:])
+
+
+def explain(error: Exception) -> str:
+    """An error and what its server said."""
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+
+
+def _wait(process: subprocess.Popen[bytes]) -> str:
     """The URL, when it serves."""
     assert process.stdout is not None
     deadline, said = time.monotonic() + READY_S, b""
@@ -140,9 +151,7 @@ def _wait(process: subprocess.Popen[bytes], log: IO[str]) -> str:
             return found[2]
         if not data:
             break
-    log.seek(0)
-    tail = "".join(log.readlines()[-5:])
-    raise ServerFailed(f"the server did not become ready:\n{tail}")
+    raise ServerFailed("the server did not become ready")
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:

@@ -34,12 +34,15 @@ class Verdict:
 
 
 def judge(results: Results, apart: str, size: int) -> list[Verdict]:
-    """The verdicts on the arrangement `apart`, its TTFT at prompts of `size` tokens."""
+    """The verdicts on the arrangement `apart`, its TTFT at prompts of `size` tokens.
+
+    Where nothing was shipped, the hand-off took for ever.
+    """
     verdicts = []
     for one in results.ttft:
         if (one.arrangement, one.size) == (apart, size):
             cold = cold_ttft(one).median
-            share = handoff(one).median / cold
+            share = handoff(one).median / cold if one.shipped_bytes else float("inf")
             verdicts += [
                 Verdict(f"hand-off / cold TTFT at {size:,} tokens", share, HANDOFF_SHARE),
                 Verdict(

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from kvferry.kvstore.wire import Accepted, Blocks, Complete
 
@@ -46,8 +46,8 @@ class Transfer(Generic[Owner]):
     state: TransferState = TransferState.OFFERED
     landed: set[int] = field(default_factory=set)
     complete: Complete | None = None
-    reused: int = 0
-    """Blocks of the span that the prefill node had already, as it said when it accepted."""
+    reused_to: int = 0
+    """Up to which block the prefill node had them already, as it said when it accepted."""
     finished_at: float = 0.0
     """When the prefill node's last chunk ended, on our clock."""
     bytes_received: int = 0
@@ -59,6 +59,16 @@ class Transfer(Generic[Owner]):
         while block in self.landed:
             block += 1
         return block
+
+
+class Arrival(NamedTuple, Generic[Owner]):
+    """What to make of a `Blocks` message of a live transfer."""
+
+    transfer: Transfer[Owner]
+    fresh: list[int]
+    """Which of its payloads to take, by index."""
+    sound: bool
+    """False: its indices or sizes are wrong, and the sender is not to be trusted with the rest."""
 
 
 @dataclass(slots=True)
@@ -102,25 +112,25 @@ class Inbox(Generic[Owner]):
             transfer.state = TransferState.ACCEPTED
         return transfer
 
-    def arriving(
-        self, message: Blocks, sizes: Items[int]
-    ) -> tuple[Transfer[Owner], list[int]] | None:
-        """Which of the message's payloads to take (by index); None: all are dropped."""
+    def arriving(self, message: Blocks, sizes: Items[int]) -> Arrival[Owner] | None:
+        """What to do with the message's payloads; None: the transfer is not live, drop them."""
         transfer = self.find(message.transfer, message.epoch)
         if transfer is None:
             return None
         last = message.first + len(sizes)
-        if message.first < transfer.first or last > transfer.last:
-            self.counters.dropped += 1
-            return None
-        if any(size != self.block_bytes for size in sizes):
+        outside = message.first < transfer.first or last > transfer.last
+        if outside or any(size != self.block_bytes for size in sizes):
             self.counters.damaged += 1
-            return None
+            return Arrival(transfer, [], sound=False)
         fresh = [
             index for index in range(len(sizes)) if message.first + index not in transfer.landed
         ]
         self.counters.duplicates += len(sizes) - len(fresh)
-        return transfer, fresh
+        return Arrival(transfer, fresh, sound=True)
+
+    def is_known(self, number: int) -> bool:
+        """Whether the sender may still speak of this transfer: it is live or being drained."""
+        return number in self._transfers
 
     def landed(self, transfer: Transfer[Owner], block: int) -> None:
         """The block's bytes were verified and are in the pool."""

@@ -50,9 +50,15 @@ from kvferry.kvstore.wire import (
 log = logging.getLogger(__name__)
 
 INTAKE_SECONDS = 0.01
-"""What a step spends on arriving blocks while somebody's tokens wait for it."""
+"""What a turn spends on arriving blocks while some sequence could run."""
+
+IDLE_INTAKE_SECONDS = 0.05
+"""The same while none can: gateways are still heard in between."""
 
 IDLE_POLL_MS = 200
+
+FLUSH_SECONDS = 5.0
+"""How long a node that has nothing more to do waits for its peers to read what it sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +100,7 @@ class DecodeNode:
         self._requests: dict[tuple[bytes, int], Request] = {}
         self._counters: Counter[str] = Counter()
         self._draining = False
+        self._releases_seen = -1
 
     # -- the loop ----------------------------------------------------------------------------------
 
@@ -104,13 +111,15 @@ class DecodeNode:
             if stopping():
                 self._draining = True
             if self._draining and not self._requests:
+                self._server.flush(FLUSH_SECONDS)
                 return
             self.turn()
 
     def _wait(self, stop_fd: int) -> None:
         """Sleeps until there is something to do; not at all while sequences can run."""
-        runnable = any(one.phase is not Phase.RECEIVING for one in self.scheduler.running)
-        if runnable or self.scheduler.waiting:
+        if self._runnable:
+            return
+        if self.scheduler.waiting and self.pool.releases != self._releases_seen:
             return
         poller = zmq.Poller()
         poller.register(self._server.socket, zmq.POLLIN)
@@ -120,13 +129,16 @@ class DecodeNode:
             poller.register(stop_fd, zmq.POLLIN)
         poller.poll(IDLE_POLL_MS)
 
+    @property
+    def _runnable(self) -> bool:
+        return any(one.phase is not Phase.RECEIVING for one in self.scheduler.running)
+
     def turn(self) -> None:
         """One round of the loop."""
         now = time.monotonic()
         for received in self._server.receive():
             self._handle(received)
-        decoding = any(one.phase is Phase.DECODING for one in self.scheduler.running)
-        self.receiver.receive(INTAKE_SECONDS if decoding else None)
+        self.receiver.receive(INTAKE_SECONDS if self._runnable else IDLE_INTAKE_SECONDS)
         self._tick(now)
         self._admit()
         self._step()
@@ -211,6 +223,7 @@ class DecodeNode:
 
     def _admit(self) -> None:
         before = time.monotonic()
+        self._releases_seen = self.pool.releases
         admitted = self.scheduler.admit()
         now = time.monotonic()
         for sequence in admitted:
@@ -224,9 +237,10 @@ class DecodeNode:
         """A long suffix goes to the prefill node, if there is one; the rest is computed here."""
         address = sequence.request.message.prefill_node
         last = matchable_blocks(len(sequence.tokens), self._engine.spec.block_size)
-        if sequence.remaining <= self._limits.local_prefill or not self.receiver.usable(address):
-            return
-        self.receiver.ask(sequence, last, address)
+        missing = last * self._engine.spec.block_size - sequence.computed
+        short = sequence.remaining <= self._limits.local_prefill or missing <= 0
+        if not short and self.receiver.usable(address):
+            self.receiver.ask(sequence, last, address)
 
     def _step(self) -> None:
         now = time.monotonic()
@@ -256,7 +270,8 @@ class DecodeNode:
             self._end_sequence(sequence)
             self._end_choice(request, choice)
         for request, why in produced.failed:
-            self._reject(request, "engine_error", why)
+            if not self._is_over(request):
+                self._reject(request, "engine_error", why)
 
     # -- ending ------------------------------------------------------------------------------------
 
@@ -297,6 +312,9 @@ class DecodeNode:
         for sequence in self.scheduler.sequences(request):
             self._end_sequence(sequence)
         self._remove(request)
+
+    def _is_over(self, request: Request) -> bool:
+        return (request.peer.identity, request.message.request) not in self._requests
 
     def _remove(self, request: Request) -> None:
         self._requests.pop((request.peer.identity, request.message.request), None)

@@ -39,6 +39,9 @@ CREDIT_BYTES = 32 << 20
 CONNECT_SECONDS = 2.0
 """How long an offer waits for a link to come up before its blocks are computed here."""
 
+AVOID_SECONDS = 10.0
+"""How long nothing is asked of a prefill node that could not be reached."""
+
 MAX_ATTEMPTS = 3
 """Transfers of one sequence, counting the first, before damaged ones are given up."""
 
@@ -59,7 +62,10 @@ class Receiver:
         self._engine = engine
         self._pool = pool
         self._reuse = reuse
+        self._credit = max(CREDIT_BYTES, 2 * engine.spec.block_bytes)
         self._links: dict[str, Client] = {}
+        self._avoided: dict[str, float] = {}
+        self._turn = 0
         self._unsent: dict[Transfer[Sequence], float] = {}
         self._attempts: dict[Sequence, int] = {}
 
@@ -67,13 +73,28 @@ class Receiver:
 
     def usable(self, address: str) -> bool:
         """Whether this prefill node may be asked; connects to it if nobody has yet."""
-        if not address:
+        if not address or time.monotonic() < self._avoided.get(address, 0.0):
             return False
         link = self._links.get(address)
-        if link is None or link.state is LinkState.DEAD:
-            self._close(address)
-            self._links[address] = link = self._connect(address)
+        if link is not None and link.state is LinkState.DEAD:
+            self._lost(address)
+            link = None
+        if link is None:
+            try:
+                self._links[address] = link = self._connect(address)
+            except zmq.ZMQError as error:
+                self._avoid(address, f"cannot connect: {error}")
+                return False
+        if link.welcome is not None and link.welcome.role != "prefill":
+            self._avoid(address, f"it is a {link.welcome.role} node")
+            return False
         return link.state in (LinkState.CONNECTING, LinkState.READY)
+
+    def _avoid(self, address: str, why: str) -> None:
+        log.error("prefill node %s is not used for %g s: %s", address, AVOID_SECONDS, why)
+        self._avoided[address] = time.monotonic() + AVOID_SECONDS
+        if address in self._links:
+            self._lost(address)
 
     def ask(self, sequence: Sequence, last: int, address: str) -> None:
         """Asks for the blocks from the sequence's first uncomputed one up to `last`."""
@@ -85,6 +106,12 @@ class Receiver:
         self._offer(transfer)
 
     def _offer(self, transfer: Transfer[Sequence]) -> None:
+        link = self._links[transfer.prefill_node]
+        if link.state is not LinkState.READY:
+            return
+        if link.welcome is not None and link.welcome.role != "prefill":
+            self._avoid(link.address, f"it is a {link.welcome.role} node")
+            return
         sequence = transfer.owner
         tokens = sequence.tokens[: transfer.last * self._engine.spec.block_size]
         offer = Offer(
@@ -94,10 +121,10 @@ class Receiver:
             b"".join(sequence.keys[: transfer.last]),
             transfer.first,
             transfer.last,
-            CREDIT_BYTES,
+            self._credit,
             sequence.request.message.priority,
         )
-        if self._links[transfer.prefill_node].send(offer):
+        if link.send(offer):
             self._unsent.pop(transfer, None)
 
     # -- receiving --------------------------------------------------------------------------------
@@ -105,30 +132,30 @@ class Receiver:
     def sockets(self) -> Iterator[zmq.Socket[bytes]]:
         """What a poller has to watch."""
         for link in self._links.values():
-            if link.state is not LinkState.DEAD:
+            yield link.monitor
+            if link.state in (LinkState.CONNECTING, LinkState.READY):
                 yield link.socket
 
-    def receive(self, seconds: float | None) -> None:
-        """Handles what has arrived; with `seconds`, stops once that much time was spent on it."""
-        until = None if seconds is None else time.monotonic() + seconds
-        for address, link in list(self._links.items()):
+    def receive(self, seconds: float) -> None:
+        """Handles what has arrived, until nothing is left or that much time was spent on it."""
+        until = time.monotonic() + seconds
+        for address, link in self._in_turn():
             for received in link.receive():
                 self._handle(link, received.message, received.payloads)
-                if until is not None and time.monotonic() > until:
+                if time.monotonic() > until:
                     return
-            if link.state in (LinkState.DEAD, LinkState.REFUSED):
-                self._lost(address)
+            self._give_up_if_over(address, link)
 
     def tick(self, now: float) -> None:
         """Probes links, sends offers that waited for one, gives up those that waited too long."""
         for address, link in list(self._links.items()):
             link.tick(now)
-            if link.state in (LinkState.DEAD, LinkState.REFUSED):
-                self._lost(address)
+            self._give_up_if_over(address, link)
         for transfer, deadline in list(self._unsent.items()):
-            self._offer(transfer)
             if transfer in self._unsent and now > deadline:
-                self._fail(transfer, acknowledged=True)
+                self._avoid(transfer.prefill_node, f"no answer in {CONNECT_SECONDS:g} s")
+            elif transfer in self._unsent:
+                self._offer(transfer)
 
     def _handle(self, link: Client, message: AnyMessage, payloads: tuple[memoryview, ...]) -> None:
         match message:
@@ -137,12 +164,14 @@ class Receiver:
             case Accepted():
                 transfer = self.inbox.accepted(message)
                 if transfer is not None:
-                    transfer.reused = max(0, min(message.prefix, transfer.last) - transfer.first)
+                    transfer.reused_to = message.prefix
             case Complete():
                 completed = self.inbox.completed(message)
                 if completed is not None:
                     completed.finished_at = link.to_local(message.finished_at)
                     self._finish_if_complete(completed)
+                    if completed.state in LIVE:  # the link keeps order: what is missing is lost
+                        self._retry(link, completed)
             case Declined():
                 self._declined(message)
             case TransferAborted():
@@ -153,15 +182,22 @@ class Receiver:
     def _take(self, link: Client, message: Blocks, payloads: tuple[memoryview, ...]) -> None:
         arriving = self.inbox.arriving(message, [len(payload) for payload in payloads])
         if arriving is None:
+            if not self.inbox.is_known(message.transfer):
+                link.send(AbortTransfer(message.transfer, message.epoch))
             return
-        transfer, fresh = arriving
-        for index in fresh:
+        transfer = arriving.transfer
+        if not arriving.sound:
+            log.error("%s sent blocks that transfer %d cannot have", link.address, transfer.number)
+            self._retry(link, transfer)
+            return
+        for index in arriving.fresh:
+            block = message.first + index
             if checksum(payloads[index]) != message.checksums[index]:
                 self.inbox.counters.damaged += 1
-                log.error("block %d of transfer %d is damaged", message.first, transfer.number)
+                log.error("block %d of transfer %d is damaged", block, transfer.number)
                 self._retry(link, transfer)
                 return
-            self._land(transfer, message.first + index, payloads[index])
+            self._land(transfer, block, payloads[index])
         size = sum(len(payload) for payload in payloads)
         link.send(Credit(transfer.number, transfer.epoch, size))
         self._finish_if_complete(transfer)
@@ -188,8 +224,7 @@ class Receiver:
         sequence = transfer.owner
         sequence.computed = reached * size
         sequence.phase = Phase.PREFILLING
-        reused = min(transfer.reused, reached - transfer.first)
-        sequence.count(device=reused * size, prefill=(reached - transfer.first - reused) * size)
+        sequence.sources.shipped(transfer.first, reached, transfer.reused_to)
         sequence.request.bytes_shipped += transfer.bytes_received
         self._unsent.pop(transfer, None)
 
@@ -235,14 +270,32 @@ class Receiver:
         told = link is not None and link.send(AbortTransfer(transfer.number, transfer.epoch))
         self.inbox.abort(transfer, acknowledged=unsent or not told)
 
+    def _give_up_if_over(self, address: str, link: Client) -> None:
+        if self._links.get(address) is not link:
+            return
+        if link.state is LinkState.DEAD:
+            self._lost(address)
+        elif link.state is LinkState.REFUSED and link.refusal is not None:
+            refusal = link.refusal
+            self._avoid(
+                address,
+                f"its {refusal.field} is {refusal.server_value!r}, ours {refusal.client_value!r}",
+            )
+
     def _lost(self, address: str) -> None:
         for transfer in self.inbox.of_node(address):
             if transfer.state in LIVE:
                 self._fail(transfer, acknowledged=True)
             else:
                 self.inbox.drained(transfer.number, transfer.epoch)
-        if self._links[address].state is LinkState.DEAD:
-            self._close(address)
+        self._close(address)
+
+    def _in_turn(self) -> list[tuple[str, Client]]:
+        """All links, another one first each time, so that none starves the others."""
+        links = list(self._links.items())
+        self._turn += 1
+        start = self._turn % len(links) if links else 0
+        return links[start:] + links[:start]
 
     def _close(self, address: str) -> None:
         link = self._links.pop(address, None)

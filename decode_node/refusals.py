@@ -19,9 +19,11 @@ def refusal(request: Request, spec: EngineSpec, scheduler: DecodeScheduler) -> R
             f"This model's maximum context length is {spec.max_model_len} tokens. However, your "
             f"prompt has {prompt} tokens and max_tokens is {request.message.max_tokens}.",
         )
-    ids = request.prompt + request.forced
+    ids = [*request.prompt, *request.forced, *request.message.eos_ids]
+    ids += request.message.stop_token_ids
+    ids += [token for token, _ in request.params.logit_bias]
     for output in request.outputs.values():
-        ids = ids + output
+        ids += output
     if not 0 <= min(ids) <= max(ids) < spec.vocab_size:
         return "invalid_request", f"a token id is outside the vocabulary of {spec.vocab_size}"
     if len(request.keys) != prompt // spec.block_size:

@@ -112,9 +112,14 @@ def open_request(peer: Peer, message: Generate, now: float) -> Request:
     resumed = {
         choice: unpack_tokens(packed) for choice, packed in enumerate(message.outputs) if packed
     }
-    if any(choice >= message.choices for choice in resumed):
+    if len(message.outputs) > message.choices:
         raise ValueError(f"{len(message.outputs)} outputs for {message.choices} choices")
     outputs = {choice: resumed.get(choice, []) for choice in range(message.choices)}
+    unfinished = set(outputs) - set(message.finished)
+    if not unfinished:
+        raise ValueError("every choice has finished")
+    if any(len(outputs[choice]) >= message.max_tokens for choice in unfinished):
+        raise ValueError(f"an unfinished choice has its {message.max_tokens} tokens already")
     prompt = unpack_tokens(message.prompt)
     if not prompt:
         raise ValueError("the prompt is empty")
@@ -137,9 +142,46 @@ def open_request(peer: Peer, message: Generate, now: float) -> Request:
             logprobs=sampling.logprobs,
         ),
         forced=unpack_tokens(message.forced),
-        unfinished=set(range(message.choices)),
+        unfinished=unfinished,
         outputs=outputs,
     )
+
+
+@dataclass(slots=True)
+class BlockSources:
+    """Where the leading blocks of a sequence came from, each counted once.
+
+    A sequence may get a block twice: when a transfer fails, or after a preemption. It is a hit only
+    if some *earlier* request left it behind.
+    """
+
+    device: int = 0
+    prefill: int = 0
+    counted: int = 0
+    """Blocks attributed so far."""
+    hits_to: int | None = None
+    """Up to which block the prefill node had them when first asked; what it has later, it has
+    from this request."""
+
+    def found(self, reached: int) -> None:
+        """At admission the pool had this many leading blocks."""
+        if self.hits_to is None and not self.counted:
+            self.device = self.counted = reached
+
+    def shipped(self, first: int, reached: int, reused: int) -> None:
+        """Blocks `[first, reached)` arrived; the prefill node had those before `reused` already."""
+        if self.hits_to is None:
+            self.hits_to = reused
+        start = max(first, self.counted)
+        if reached > start:
+            hits = max(0, min(reused, self.hits_to, reached) - start)
+            self.device += hits
+            self.prefill += reached - start - hits
+            self.counted = reached
+
+    def computed(self, reached: int) -> None:
+        """Whatever lies before this block and was not attributed was computed here."""
+        self.counted = max(self.counted, reached)
 
 
 @dataclass(slots=True, eq=False)
@@ -157,20 +199,13 @@ class Sequence:
     """Leading tokens whose keys and values are in the blocks."""
     spare: list[int] = field(default_factory=list)
     """Blocks reserved at admission for the forks and for growth."""
-    admitted_before: bool = False
-    from_device: int = 0
-    """Tokens found in a pool at the first admission: here, or on the prefill node."""
-    from_prefill: int = 0
-    """Tokens that the prefill node computed for it."""
+    awaited: bytes = b""
+    """Key of the block that another sequence was computing when this one was last looked at."""
+    sources: BlockSources = field(default_factory=lambda: BlockSources())
 
     @property
     def remaining(self) -> int:
         return len(self.tokens) - self.computed
-
-    def count(self, *, device: int, prefill: int) -> None:
-        """Notes where tokens came from."""
-        self.from_device += device
-        self.from_prefill += prefill
 
     @property
     def growth_left(self) -> int:
@@ -179,12 +214,12 @@ class Sequence:
         return max(0, self.request.message.max_tokens - done)
 
 
-def prompt_sources(sequence: Sequence) -> PromptSources:
+def prompt_sources(sequence: Sequence, block_size: int) -> PromptSources:
     """Where the prompt came from, when its first token is known; whatever nobody shipped or had
     was computed here. A resumed sequence may have got more than the prompt: the rest is cut."""
     length = len(sequence.request.prompt)
-    device = min(sequence.from_device, length - 1)
-    prefill = min(sequence.from_prefill, length - device)
+    device = min(sequence.sources.device * block_size, length - 1)
+    prefill = min(sequence.sources.prefill * block_size, length - device)
     return PromptSources(device=device, prefill=prefill, decode=length - device - prefill)
 
 
@@ -194,7 +229,9 @@ def open_sequences(request: Request, block_size: int) -> list[Sequence]:
         choices = sorted(request.unfinished)
         return [Sequence(request, choices, list(request.prompt), list(request.keys))]
     root = request.message.root
-    resumed = {choice: request.prompt + output for choice, output in request.outputs.items()}
+    resumed = {
+        choice: request.prompt + request.outputs[choice] for choice in sorted(request.unfinished)
+    }
     return [
         Sequence(request, [choice], tokens, list(chain(root, tokens, block_size)))
         for choice, tokens in resumed.items()

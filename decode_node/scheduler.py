@@ -132,9 +132,12 @@ class DecodeScheduler:
         return sequence.keys[: matchable_blocks(len(sequence.tokens), self.block_size)]
 
     def _awaits_other(self, sequence: Sequence) -> bool:
+        if self.pool.is_pending(sequence.awaited):
+            return True
         keys = self._matchable(sequence)
         found = self.pool.match_length(keys)
-        return found < len(keys) and self.pool.is_pending(keys[found])
+        sequence.awaited = keys[found] if found < len(keys) else b""
+        return self.pool.is_pending(sequence.awaited)
 
     def _reserve(self, sequence: Sequence) -> bool:
         keys = self._matchable(sequence)
@@ -150,9 +153,7 @@ class DecodeScheduler:
         sequence.spare = reserved[own:]
         sequence.computed = found * self.block_size
         sequence.phase = Phase.PREFILLING
-        if not sequence.admitted_before:
-            sequence.count(device=sequence.computed, prefill=0)
-        sequence.admitted_before = True
+        sequence.sources.found(found)
         for index in range(found, len(sequence.keys) if self.reuse else found):
             self.pool.claim(sequence.blocks[index], sequence.keys[index])
         return True
@@ -167,9 +168,10 @@ class DecodeScheduler:
             for sequence in self.running
             if sequence.phase is Phase.DECODING
         ]
-        budget = self.limits.max_num_batched_tokens - len(slices)
+        # Never below one slice, or a prompt could starve behind a full batch.
+        budget = max(self.limits.max_num_batched_tokens - len(slices), self.limits.step_slice)
         if slices:
-            budget = min(budget, self.limits.step_slice)
+            budget = self.limits.step_slice
         slices += self._prefill_slices(budget, now)
         return Plan(slices, preempted)
 
@@ -208,6 +210,7 @@ class DecodeScheduler:
         """The keys and values of the tokens before `end` are in the sequence's blocks now."""
         first = sequence.computed // self.block_size
         sequence.computed = end
+        sequence.sources.computed(end // self.block_size)
         for index in range(first, end // self.block_size):
             if index == len(sequence.keys):
                 parent = sequence.keys[-1] if sequence.keys else sequence.request.message.root

@@ -82,7 +82,7 @@ class Stepper:
                 produced.ended.append(one)
         if first and not request.timeline.first_token:
             request.timeline.first_token = now
-            request.sources = prompt_sources(sequence)
+            request.sources = prompt_sources(sequence, self._engine.spec.block_size)
         request.timeline.last_token = now
 
     def _append(self, sequence: Sequence, choice: int, row: Logits) -> Token:

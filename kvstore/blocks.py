@@ -46,6 +46,8 @@ class BlockPool:
         self._claim_of: dict[int, bytes] = {}
         self._gained: dict[bytes, None] = {}
         self._lost: dict[bytes, None] = {}
+        self.releases = 0
+        """Grows whenever room appears: who waits for some need not look again before."""
 
     @property
     def num_held(self) -> int:
@@ -144,6 +146,7 @@ class BlockPool:
             assert self._references[block] > 0, f"block {block} is released but not held"
             self._references[block] -= 1
             if self._references[block] == 0:
+                self.releases += 1
                 self._unclaim(block)
                 if block in self._key_of:
                     self._cached[block] = None

@@ -76,7 +76,10 @@ class _Clock:
 
 
 class Client:
-    """The DEALER of one process to one server. Dies once; make a new one then."""
+    """The DEALER of one process to one server. Dies once; make a new one then.
+
+    Raises zmq.ZMQError when `address` is none.
+    """
 
     def __init__(
         self,
@@ -101,8 +104,13 @@ class Client:
         self.socket.setsockopt(zmq.IMMEDIATE, 1)
         self.socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self._monitor = self.socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
-        self.socket.connect(address)
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
+        """Becomes readable when the connection comes up or ends: then call `tick`."""
+        try:
+            self.socket.connect(address)
+        except zmq.ZMQError:
+            self.close()
+            raise
 
     @property
     def fd(self) -> int:
@@ -209,7 +217,7 @@ class Client:
     def _watch(self) -> None:
         while self.state is not LinkState.DEAD:
             try:
-                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+                event = parse_monitor_message(self.monitor.recv_multipart(zmq.NOBLOCK))
             except zmq.Again:
                 return
             met = self.state is LinkState.READY or self._hello_sent
@@ -223,5 +231,5 @@ class Client:
 
     def close(self) -> None:
         self.socket.disable_monitor()
-        self._monitor.close(0)
+        self.monitor.close(0)
         self.socket.close(0)

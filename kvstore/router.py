@@ -65,6 +65,7 @@ class Server:
         self.peers: dict[bytes, Peer] = {}
         self._welcome: Welcome | None = None
         self._lost: list[Peer] = []
+        self._pongs: dict[bytes, float] = {}
         self._probe_at = 0.0
         self.socket = context.socket(zmq.ROUTER)
         prepare(self.socket)
@@ -117,6 +118,7 @@ class Server:
             self.send(peer, Pong(message.sent_at, time.monotonic()))
             return None
         if isinstance(message, Pong):
+            self._pongs[identity] = message.sent_at
             return None
         return FromPeer(peer, message, payloads)
 
@@ -166,6 +168,7 @@ class Server:
         return True
 
     def _lose(self, peer: Peer) -> None:
+        self._pongs.pop(peer.identity, None)
         if self.peers.pop(peer.identity, None) is not None:
             self._lost.append(peer)
 
@@ -181,6 +184,25 @@ class Server:
         """Peers found gone since the last call."""
         lost, self._lost = self._lost, []
         return lost
+
+    def flush(self, seconds: float) -> bool:
+        """Waits until every peer has read all that was sent to it; False when some did not.
+
+        A peer answers a probe behind everything sent before it. Call it before `close`, which
+        throws away what is still on its way. Messages that come meanwhile are not handled.
+        """
+        asked = time.monotonic()
+        for peer in list(self.peers.values()):
+            self.send(peer, Ping(asked))
+        while any(self._pongs.get(identity, 0.0) < asked for identity in self.peers):
+            left = asked + seconds - time.monotonic()
+            if left <= 0:
+                return False
+            self.socket.poll(min(100, max(1, int(1e3 * left))))
+            for _ in self.receive():
+                pass
+            self.tick(time.monotonic())
+        return True
 
     def close(self) -> None:
         self.socket.close(0)

@@ -18,6 +18,8 @@ PROBE_SECONDS = 1.0
 HEARTBEAT_MS = 1000
 HEARTBEAT_TIMEOUT_MS = 4000
 MAX_FRAME_BYTES = 256 << 20
+MAX_SHOWN = 200
+"""Characters of a differing value that are repeated to the peer and to the log."""
 HIGH_WATER = 100_000
 """Messages. Credits keep every queue far below it; reaching it means that the peer is stuck."""
 
@@ -38,7 +40,8 @@ def first_difference(
     names = ours.keys() & theirs.keys() if partial else ours.keys() | theirs.keys()
     for name in sorted(names):
         if ours.get(name) != theirs.get(name):
-            return PeerMismatch(name, ours.get(name, "(absent)"), theirs.get(name, "(absent)"))
+            mine, other = (side.get(name, "(absent)")[:MAX_SHOWN] for side in (ours, theirs))
+            return PeerMismatch(name[:MAX_SHOWN], mine, other)
     return None
 
 

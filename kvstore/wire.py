@@ -120,6 +120,8 @@ class Generate(Message, frozen=True, array_like=True, tag=10):
     choices: Annotated[int, Meta(ge=1, le=128)]
     outputs: tuple[bytes, ...] = ()
     """Token ids already streamed, per choice: the request resumes behind them."""
+    finished: tuple[int, ...] = ()
+    """Choices that had ended already when the request resumed."""
     prefill_node: Text = ""
     """Address of the prefill node to use; empty: none."""
     priority: int = 0

@@ -55,6 +55,8 @@ class Job:
     """Tokens whose keys and values are in the blocks."""
     sent: int = 0
     """The next block to ship."""
+    awaited: bytes = b""
+    """Key of the block that another job was computing when this one was last looked at."""
     started_at: float = 0.0
     finished_at: float = 0.0
 

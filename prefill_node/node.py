@@ -46,6 +46,9 @@ MESSAGE_BYTES = 4 << 20
 
 IDLE_POLL_MS = 200
 
+FLUSH_SECONDS = 5.0
+"""How long a node that has nothing more to do waits for its peers to read what it sent."""
+
 
 class _Abandoned(Exception):
     """Everybody who wanted the running pass has left."""
@@ -75,6 +78,7 @@ class PrefillNode:
         self._announcer = Announcer(server, self.pool, self._state)
         self._counters: Counter[str] = Counter()
         self._draining = False
+        self._releases_seen = -1
         self._message_blocks = max(1, MESSAGE_BYTES // spec.block_bytes)
 
     # -- the loop -------------------------------------------------------------------------------
@@ -86,12 +90,15 @@ class PrefillNode:
             if stopping():
                 self._draining = True
             if self._draining and not self.scheduler.active and not self.scheduler.waiting:
+                self._server.flush(FLUSH_SECONDS)
                 return
             self.turn()
 
     def _wait(self, stop_fd: int) -> None:
         """Sleeps until there is something to do; not at all while there is to compute."""
         if any(job.remaining for job in self.scheduler.active):
+            return
+        if self.scheduler.waiting and self.pool.releases != self._releases_seen:
             return
         poller = zmq.Poller()
         poller.register(self._server.socket, zmq.POLLIN)
@@ -117,6 +124,7 @@ class PrefillNode:
             for job in self.scheduler.of_peer(peer.identity):
                 self.scheduler.abort(job)
                 self._counters["transfers_orphaned"] += 1
+        self._releases_seen = self.pool.releases
         for job in self.scheduler.accept():
             self._accepted(job)
         self._ship()
@@ -178,7 +186,10 @@ class PrefillNode:
         return self.scheduler.find(peer.identity, number, epoch)
 
     def _offered(self, peer: Peer, offer: Offer) -> None:
-        reason = self._refusal(offer)
+        if self._find(peer, offer.transfer, offer.epoch) is not None:
+            self._counters["offers_duplicated"] += 1
+            return
+        reason = self._refusal(peer, offer)
         job = None
         if not reason:
             try:
@@ -196,10 +207,13 @@ class PrefillNode:
         self._counters["transfers"] += 1
         self.scheduler.add(job)
 
-    def _refusal(self, offer: Offer) -> str:
+    def _refusal(self, peer: Peer, offer: Offer) -> str:
+        spec = self._engine.spec
         if self._draining:
             return "draining"
-        if offer.last > self.pool.num_blocks:
+        if peer.role != "decode" or offer.credit < spec.block_bytes:
+            return "invalid"
+        if offer.last > min(spec.num_blocks, spec.max_model_len // spec.block_size):
             return "too_large"
         return "busy" if len(self.scheduler.waiting) >= self._max_queued else ""
 

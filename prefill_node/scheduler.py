@@ -59,8 +59,13 @@ class PrefillScheduler:
         return accepted
 
     def _awaits_other(self, job: Job) -> bool:
+        if not self.reuse:
+            return False
+        if self.pool.is_pending(job.awaited):
+            return True
         found = self._found(job)
-        return self.reuse and found < job.last and self.pool.is_pending(job.keys[found])
+        job.awaited = job.keys[found] if found < job.last else b""
+        return self.pool.is_pending(job.awaited)
 
     def _found(self, job: Job) -> int:
         return self.pool.match_length(job.keys) if self.reuse else 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -354,6 +355,12 @@ def test_the_ratios(repeat_s: float, handoff_ms: float, busy: float, holds: list
     results = Results([rounds(1.0, repeat_s, handoff_ms)], [], [gaps, others])
     verdicts = judge_ratios(results, "apart", 2048)
     assert [verdict.holds for verdict in verdicts] == holds
+
+
+def test_a_hand_off_that_never_was_does_not_pass() -> None:
+    nothing = replace(rounds(1.0, 0.1, 0.0), shipped_bytes=0.0)
+    verdicts = judge_ratios(Results([nothing], [], []), "apart", 2048)
+    assert [verdict.holds for verdict in verdicts] == [False, True]
 
 
 def test_a_section_is_replaced_and_the_rest_stays(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -15,6 +17,7 @@ from kvferry.tests.harness import (
     BLOCK,
     DECODE_LIMITS,
     STANDIN,
+    Answer,
     Cluster,
     prompt_of,
 )
@@ -322,6 +325,177 @@ def test_a_damaged_block_is_never_used(damages: int, monkeypatch: pytest.MonkeyP
     assert cluster.decode.receiver.inbox.counters.damaged >= 1
     cluster.until(cluster.idle)
     cluster.close()
+
+
+@pytest.mark.A8
+def test_blocks_that_came_twice_are_not_counted_as_hits(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(1)
+    left = [20]
+
+    def one_damaged(payload: bytes | memoryview) -> int:
+        left[0] -= 1
+        return 0 if left[0] == 0 else checksum(payload)
+
+    monkeypatch.setattr("kvferry.prefill_node.node.checksum", one_damaged)
+    answer = cluster.ask(prompt_of(1000))
+    assert answer.ids() == cluster.reply(prompt_of(1000))
+    assert cluster.decode.receiver.inbox.counters.damaged == 1
+    assert answer.cached == 0 and answer.done is not None
+    assert answer.done.sources.prefill == 992 and answer.done.sources.decode == 8
+    cluster.close()
+
+
+def test_a_link_that_dies_while_others_are_admitted_strands_nobody() -> None:
+    cluster = Cluster(1)
+    cluster.ask(prompt_of(300, seed=9))
+    prompts = [prompt_of(2000, seed=number) for number in range(3)]
+    answers = [cluster.submit(cluster.message(prompt)) for prompt in prompts]
+    admit, kill = cluster.decode._admit, cluster.prefill.pop()._server.close
+
+    def dies_first() -> None:
+        cluster.decode._admit = admit  # type: ignore[method-assign]
+        kill()
+        time.sleep(0.2)
+        admit()
+
+    cluster.decode._admit = dies_first  # type: ignore[method-assign]
+    cluster.until(lambda: all(answer.ended for answer in answers))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.ids() == cluster.reply(prompt)
+    cluster.until(cluster.idle)
+    cluster.close()
+
+
+def test_a_prefill_node_with_a_shorter_limit_declines_longer_prompts() -> None:
+    cluster = Cluster(1)
+    short = replace(cluster.prefill_engines[0].spec, max_model_len=1024)
+    cluster.prefill_engines[0]._spec = short
+    for length in (900, 3000):
+        answer = cluster.ask(prompt_of(length, seed=length))
+        assert answer.ids() == cluster.reply(prompt_of(length, seed=length))
+        assert answer.done is not None and (answer.done.sources.prefill > 0) == (length == 900)
+    cluster.close()
+
+
+def test_a_block_larger_than_the_usual_credit_still_travels() -> None:
+    large = replace(STANDIN, kv_bytes_per_token=3 << 20)
+    cluster = Cluster(1, config=large, decode_blocks=16, prefill_blocks=16)
+    answer = cluster.ask(prompt_of(150), max_tokens=2)
+    assert answer.ids() == cluster.reply(prompt_of(150), 2)
+    assert answer.done is not None and answer.done.sources.prefill == 144
+    cluster.close()
+
+
+def test_a_node_that_is_no_prefill_node_is_not_asked(apart: Cluster) -> None:
+    for address in (apart.decode._server.address, "foo", "tcp://nonsense"):
+        answer = apart.ask(prompt_of(700, seed=len(address)), prefill_node=address)
+        assert answer.ids() == apart.reply(prompt_of(700, seed=len(address)))
+        assert answer.done is not None and answer.done.sources.decode == 700
+
+
+def test_an_unreachable_prefill_node_is_tried_only_now_and_then() -> None:
+    cluster = Cluster(0)
+    for number in range(3):
+        started = time.monotonic()
+        prompt = prompt_of(700, seed=number)
+        answer = cluster.ask(prompt, prefill_node="tcp://127.0.0.1:9")
+        assert answer.ids() == cluster.reply(prompt)
+        assert number == 0 or time.monotonic() - started < 1
+    cluster.close()
+
+
+@pytest.mark.parametrize("kind", ["empty", "short", "long"])
+def test_payloads_of_the_wrong_size_are_not_waited_for(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster = Cluster(1)
+    read = cluster.prefill_engines[0].read
+
+    def wrong(block: int) -> bytes:
+        payload = bytes(read(block))
+        return {"empty": b"", "short": payload[:-1], "long": payload + b"x"}[kind]
+
+    monkeypatch.setattr(cluster.prefill_engines[0], "read", wrong)
+    answer = cluster.ask(prompt_of(1000))
+    assert answer.ids() == cluster.reply(prompt_of(1000))
+    assert answer.done is not None and answer.done.sources.decode == 1000
+    cluster.until(cluster.idle)
+    cluster.close()
+
+
+def test_a_prompt_does_not_starve_under_the_smallest_budget() -> None:
+    cluster = Cluster(0, limits=replace(DECODE_LIMITS, max_num_batched_tokens=64))
+    stream = cluster.submit(cluster.message(prompt_of(20), max_tokens=3000))
+    cluster.until(lambda: len(stream.ids()) > 2)
+    assert cluster.ask(prompt_of(500, seed=1)).ids() == cluster.reply(prompt_of(500, seed=1))
+    assert not stream.ended
+    cluster.close()
+
+
+def test_an_idle_node_sleeps_while_its_queue_waits_for_blocks() -> None:
+    """Nothing can run and nothing can be admitted: the loop must wait for a message."""
+    cluster = Cluster(1, limits=replace(DECODE_LIMITS, max_num_seqs=1))
+    cluster.prefill[0].turn = lambda: None  # type: ignore[method-assign]
+    for number in range(3):
+        cluster.submit(cluster.message(prompt_of(1000, seed=number)))
+    for _ in range(20):
+        cluster.turn()
+        time.sleep(0.005)
+    assert cluster.decode.scheduler.waiting
+    assert not cluster.decode._runnable
+    assert cluster.decode.pool.releases == cluster.decode._releases_seen
+    cluster.close()
+
+
+def test_a_draining_node_waits_until_its_last_answer_was_read() -> None:
+    cluster = Cluster(0)
+    answer = cluster.submit(cluster.message(prompt_of(50), max_tokens=200))
+    cluster.until(lambda: bool(cluster.decode._requests))
+    thread = threading.Thread(target=cluster.decode.run, args=(0, lambda: True))
+    thread.start()
+    time.sleep(0.3)
+    assert thread.is_alive(), "it left before the gateway had read"
+    while thread.is_alive():
+        for received in cluster.gateway.receive():
+            cluster._collect(received.message)
+    assert answer.done is not None and answer.ids() == cluster.reply(prompt_of(50), 200)
+    cluster.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"outputs": (pack_tokens([1] * 16),)}, "has its 16 tokens"),
+        ({"outputs": (pack_tokens([1] * 9000),)}, "has its 16 tokens"),
+        ({"outputs": (b"", b"")}, "outputs"),
+        ({"finished": (0,)}, "every choice"),
+        ({"eos_ids": (2**63,), "min_tokens": 3}, "vocabulary"),
+        ({"stop_token_ids": (300,), "min_tokens": 3}, "vocabulary"),
+        ({"sampling": Sampling(logit_bias=((300, 1.0),))}, "vocabulary"),
+        ({"sampling": Sampling(temperature=float("nan"))}, "temperature"),
+        ({"sampling": Sampling(top_k=-5)}, "top_k"),
+    ],
+)
+def test_absurd_values_are_refused_and_the_node_lives(
+    cluster: Cluster, changes: dict[str, object], words: str
+) -> None:
+    answer = cluster.ask(prompt_of(40), **changes)
+    assert answer.rejected is not None and words in answer.rejected.message
+    assert cluster.ask(prompt_of(40)).ids() == cluster.reply(prompt_of(40))
+
+
+def test_a_choice_that_had_finished_is_not_resumed(cluster: Cluster) -> None:
+    prompt = prompt_of(100)
+    sampling = Sampling(temperature=1.0)
+    whole = cluster.ask(prompt, choices=2, sampling=sampling, max_tokens=20)
+    outputs = (pack_tokens(whole.ids(0)[:7]), pack_tokens(whole.ids(1)[:7]))
+    message = cluster.message(
+        prompt, choices=2, sampling=sampling, max_tokens=20, outputs=outputs, finished=(0,)
+    )
+    answer = cluster.answers[message.request] = Answer({1: whole.tokens[1][:7]})
+    assert cluster.gateway.send(message)
+    cluster.until(lambda: answer.ended)
+    assert answer.ids(1) == whole.ids(1) and 0 not in answer.tokens
 
 
 def test_the_negative_control_fails(cluster: Cluster) -> None:

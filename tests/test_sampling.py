@@ -34,9 +34,8 @@ params = st.builds(
 
 
 def draw(row: Row, seed: int = 0, position: int = 0, **fields: Any) -> Sampled:
-    extra = {
-        name: fields.pop(name) for name in ("prompt", "output", "suppressed") if name in fields
-    }
+    names: tuple[str, ...] = ("prompt", "output", "suppressed")
+    extra = {name: fields.pop(name) for name in names if name in fields}
     arguments: dict[str, Any] = {"prompt": (), "output": (), **extra}
     return sample(
         row, SamplingParams(**fields), seed=seed, choice=0, position=position, **arguments

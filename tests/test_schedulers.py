@@ -311,7 +311,7 @@ def test_a_transfer_completes_in_whatever_order_its_messages_come() -> None:
         if order == "complete first":
             assert inbox.completed(done) is transfer
         arriving = inbox.arriving(Blocks(transfer.number, transfer.epoch, 2, (0, 0)), [SIZE] * 2)
-        assert arriving is not None and arriving[1] == [0, 1]
+        assert arriving is not None and arriving.fresh == [0, 1]
         inbox.landed(transfer, 3)
         assert transfer.leading == 2
         inbox.landed(transfer, 2)
@@ -330,17 +330,21 @@ def test_frames_that_nobody_asked_for_are_dropped_and_counted() -> None:
     for message in (
         Blocks(number + 1, epoch, 2, (0,)),
         Blocks(number, epoch + 1, 2, (0,)),
-        Blocks(number, epoch, 1, (0,)),
-        Blocks(number, epoch, 4, (0,)),
-        Blocks(number, epoch, 3, (0, 0)),
     ):
-        assert inbox.arriving(message, [SIZE] * len(message.checksums)) is None
-    assert inbox.counters.dropped == 5
-    assert inbox.arriving(Blocks(number, epoch, 2, (0,)), [SIZE - 1]) is None
-    assert inbox.counters.damaged == 1
+        assert inbox.arriving(message, [SIZE]) is None
+    assert inbox.counters.dropped == 2
+    for message, size in (
+        (Blocks(number, epoch, 1, (0,)), SIZE),
+        (Blocks(number, epoch, 4, (0,)), SIZE),
+        (Blocks(number, epoch, 3, (0, 0)), SIZE),
+        (Blocks(number, epoch, 2, (0,)), SIZE - 1),
+    ):
+        unsound = inbox.arriving(message, [size] * len(message.checksums))
+        assert unsound is not None and not unsound.sound and not unsound.fresh
+    assert inbox.counters.damaged == 4
     inbox.landed(transfer, 2)
     again = inbox.arriving(Blocks(number, epoch, 2, (0, 0)), [SIZE, SIZE])
-    assert again is not None and again[1] == [1] and inbox.counters.duplicates == 1
+    assert again is not None and again.fresh == [1] and inbox.counters.duplicates == 1
 
 
 def test_an_abort_stays_known_until_it_is_acknowledged() -> None:
