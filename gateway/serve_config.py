@@ -130,7 +130,7 @@ def place(config: ServeConfig, available: frozenset[int]) -> Placement:
                 "or set --prefill-nodes 1"
             )
         alone = parse_cores(config.decode_cores) if config.decode_cores else everywhere
-        return Placement(Place(alone), None, Place(everywhere))
+        return Placement(Place(alone), None, Place((everywhere - alone) or everywhere))
     half = frozenset(sorted(everywhere)[: max(1, len(everywhere) // 2)])
     decode = parse_cores(config.decode_cores) if config.decode_cores else half
     prefill = parse_cores(config.prefill_cores) if config.prefill_cores else everywhere
