@@ -4,7 +4,7 @@ ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install
 
-.PHONY: serve test check bench bench-equality lock clean
+.PHONY: serve test check bench bench-equality soak lock clean
 
 serve: .venv/ready
 	@$(BIN)/kvferry serve $(ARGS)
@@ -20,6 +20,9 @@ bench: .venv/chats
 
 bench-equality: .venv/chats
 	@$(BIN)/python -m kvferry.bench.equality $(ARGS)
+
+soak: .venv/ready
+	@$(BIN)/python -m kvferry.tests.soak $(ARGS)
 
 lock: .venv/ready
 	$(PIP) --upgrade --upgrade-strategy eager --editable '.[dev]' setuptools wheel

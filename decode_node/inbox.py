@@ -43,6 +43,16 @@ class Transfer(Generic[Owner]):
     last: int
     owner: Owner
     prefill_node: str
+    moved_at: float
+    """When it last moved, or its prefill node was last asked about it."""
+    leading: int
+    """Up to which block everything from `first` on has landed."""
+    offered: bool = False
+    """Whether the offer has left."""
+    unanswered: int = 0
+    """Questions since the prefill node last said how far it is."""
+    standing: tuple[int, int] | None = None
+    """Blocks sent and landed when the prefill node last said how far it is."""
     state: TransferState = TransferState.OFFERED
     landed: set[int] = field(default_factory=set)
     complete: Complete | None = None
@@ -51,14 +61,6 @@ class Transfer(Generic[Owner]):
     finished_at: float = 0.0
     """When the prefill node's last chunk ended, on our clock."""
     bytes_received: int = 0
-
-    @property
-    def leading(self) -> int:
-        """Up to which block everything from `first` on has landed."""
-        block = self.first
-        while block in self.landed:
-            block += 1
-        return block
 
 
 class Arrival(NamedTuple, Generic[Owner]):
@@ -89,11 +91,17 @@ class Inbox(Generic[Owner]):
         self._transfers: dict[int, Transfer[Owner]] = {}
         self._next = 1
         self._epoch = 0
+        self.num_landed = 0
+        """Blocks landed since the start."""
 
-    def open(self, owner: Owner, first: int, last: int, prefill_node: str) -> Transfer[Owner]:
+    def open(
+        self, owner: Owner, first: int, last: int, prefill_node: str, now: float = 0.0
+    ) -> Transfer[Owner]:
         """A new transfer, with an id and an epoch of its own, not offered to anybody yet."""
         self._epoch += 1
-        transfer = Transfer(self._next, self._epoch, first, last, owner, prefill_node)
+        transfer = Transfer(
+            self._next, self._epoch, first, last, owner, prefill_node, now, leading=first
+        )
         self._transfers[transfer.number] = transfer
         self._next += 1
         return transfer
@@ -136,6 +144,9 @@ class Inbox(Generic[Owner]):
         """The block's bytes were verified and are in the pool."""
         transfer.state = TransferState.STREAMING
         transfer.landed.add(block)
+        self.num_landed += 1
+        while transfer.leading in transfer.landed:
+            transfer.leading += 1
         transfer.bytes_received += self.block_bytes
         self._settle(transfer)
 
@@ -170,6 +181,15 @@ class Inbox(Generic[Owner]):
     def _drop(self, transfer: Transfer[Owner]) -> None:
         transfer.state = TransferState.DRAINED
         del self._transfers[transfer.number]
+
+    def is_aborted(self, number: int, epoch: int) -> bool:
+        transfer = self._transfers.get(number)
+        aborted = transfer is not None and transfer.state is TransferState.ABORTED
+        return aborted and transfer is not None and transfer.epoch == epoch
+
+    def all(self) -> list[Transfer[Owner]]:
+        """Every transfer that is live or being drained."""
+        return list(self._transfers.values())
 
     def of_node(self, prefill_node: str) -> list[Transfer[Owner]]:
         """All transfers with one prefill node, aborted ones included."""

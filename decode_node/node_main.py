@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from kvferry.decode_node.config import DecodeConfig
 from kvferry.kvstore.boot import boot
+from kvferry.kvstore.debug import DebugSwitches
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.settings import parse
 
@@ -47,7 +48,8 @@ def run(argv: Sequence[str]) -> int:
             reuse=config.enable_prefix_caching,
             forced_ids=config.enable_test_hooks,
         )
-        node = DecodeNode(engine, booted.server, connect, limits)
+        debug = DebugSwitches(config.enable_debug, config.enable_test_hooks)
+        node = DecodeNode(engine, booted.server, connect, limits, debug=debug)
         try:
             gc.freeze()  # what was loaded stays: no collection in the middle of a step walks it
             node.run(booted.stop.fileno(), lambda: booted.stop.requested)

@@ -6,6 +6,7 @@ scheduler moves block numbers in and out) and sends nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -199,6 +200,8 @@ class Sequence:
     """Leading tokens whose keys and values are in the blocks."""
     spare: list[int] = field(default_factory=list)
     """Blocks reserved at admission for the forks and for growth."""
+    attempts: Counter[str] = field(default_factory=Counter)
+    """How often each prefill node was asked for its blocks."""
     awaited: bytes = b""
     """Key of the block that another sequence was computing when this one was last looked at."""
     sources: BlockSources = field(default_factory=lambda: BlockSources())

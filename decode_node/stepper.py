@@ -6,7 +6,6 @@ became of each sequence. It sends nothing: what a step produced is returned.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -28,13 +27,16 @@ class Produced:
 
 
 class Stepper:
-    def __init__(self, engine: Engine, scheduler: DecodeScheduler) -> None:
+    def __init__(
+        self, engine: Engine, scheduler: DecodeScheduler, clock: Callable[[], float]
+    ) -> None:
+        self._clock = clock
         self._engine = engine
         self._scheduler = scheduler
 
     def run(self, plan: Plan, between_layers: Callable[[], None]) -> Produced:
         """Runs the plan's slices in one pass."""
-        started = time.monotonic()
+        started = self._clock()
         for sequence, _, _ in (one for one in plan.slices if one.is_last):
             if not sequence.request.timeline.first_step:
                 sequence.request.timeline.first_step = started
@@ -76,7 +78,7 @@ class Stepper:
         now = 0.0
         for one, choice in zip(sequences, choices, strict=True):
             token = self._append(one, choice, row)
-            now = time.monotonic()
+            now = self._clock()
             produced.tokens.append((request, token))
             if token.finish:
                 produced.ended.append(one)

@@ -12,8 +12,9 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from kvferry.gateway.generate import Generation, Report, Update
+from kvferry.gateway.generate import Generation, Update
 from kvferry.gateway.output import Finish, Piece, join
+from kvferry.gateway.report import Report
 from kvferry.gateway.tokenizer import Tokenizer
 from kvferry.kvstore.wire import Token
 

@@ -15,6 +15,7 @@ import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from kvferry.gateway import debug
 from kvferry.gateway.answers import ChatForm, CompletionForm, Form
 from kvferry.gateway.conversation import read_conversation
 from kvferry.gateway.edge import record_of
@@ -65,7 +66,7 @@ class Api:
             gateway.metrics.ignored_tools()
         tenant = record_of(request).tenant
         prompt = await gateway.prompts.chat(conversation, params, tenant, shape)
-        generation = Generation(gateway.nodes, gateway.model, [prompt], params)
+        generation = gateway.generation([prompt], params)
         form = ChatForm(generation, gateway.model.name, gateway.model.tokenizer)
         return await self._answer(request, generation, form)
 
@@ -80,7 +81,7 @@ class Api:
         add = asked.add_special_tokens is not False
         tenant = record_of(request).tenant
         prompts = await gateway.prompts.completions(asked.prompt, add, params, tenant, shape)
-        generation = Generation(gateway.nodes, gateway.model, prompts, params)
+        generation = gateway.generation(prompts, params)
         form = CompletionForm(generation, gateway.model.name, gateway.model.tokenizer)
         return await self._answer(request, generation, form)
 
@@ -218,7 +219,7 @@ class Api:
             raise no_node(NoNode("draining"))
         if not gateway.nodes.ready:
             raise no_node(NoNode("loading" if gateway.nodes.shape is None else "lost"))
-        absent = [node.address for node in gateway.nodes if not node.usable]
+        absent = [node.address for node in gateway.nodes if node.stalled or not node.usable]
         return _json({"status": "degraded" if absent else "ready", "absent": absent})
 
     async def metrics(self, request: Request) -> Response:
@@ -227,20 +228,13 @@ class Api:
     async def ledger(self, request: Request) -> Response:
         if not self._gateway.config.enable_debug:
             raise NotFound("The server was started without --enable-debug.")
-        return _json(
-            {
-                "nodes": [
-                    {
-                        "role": node.role,
-                        "address": node.address,
-                        "usable": node.usable,
-                        "requests": len(node.requests),
-                        "load": node.load,
-                    }
-                    for node in self._gateway.nodes
-                ]
-            }
-        )
+        return _json(await debug.ledger(self._gateway))
+
+    async def faults(self, request: Request) -> Response:
+        if not self._gateway.config.enable_test_hooks:
+            raise NotFound("The server was started without --enable-test-hooks.")
+        asked = decode(await self._body(request), debug.FaultsRequest)
+        return _json(await debug.inject(self._gateway, asked))
 
 
 def unsupported(feature: str) -> Any:
@@ -266,9 +260,4 @@ def _variables(kwargs: Mapping[str, Any] | None, effort: str | None) -> dict[str
 
 
 def _json(value: Any) -> Response:
-    return Response(orjson.dumps(value, default=_plain), media_type="application/json")
-
-
-def _plain(value: Any) -> Any:
-    """A message of the wire as JSON: its fields by name."""
-    return {name: getattr(value, name) for name in value.__struct_fields__}
+    return Response(orjson.dumps(value), media_type="application/json")

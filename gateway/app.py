@@ -67,6 +67,7 @@ def _routes(api: Api) -> list[Route]:
         _get("/metrics", api.metrics),
         _get("/version", api.version),
         _get("/debug/ledger", api.ledger),
+        _post("/debug/faults", api.faults),
         *(_post(path, unsupported(feature)) for path, feature in MISSING.items()),
     ]
 

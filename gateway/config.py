@@ -31,7 +31,16 @@ class GatewayConfig:
     )
     chat_template: Path | None = flag(None, "file with another chat template", metavar="FILE")
     max_num_queued_reqs: int = flag(
-        1024, "requests that may wait for their first token", minimum=1, metavar="N"
+        1024, "requests that may wait beyond those that run at once", minimum=1, metavar="N"
+    )
+    first_token_timeout: float = flag(
+        0.0, "seconds a request may wait for its first token; 0: for ever", minimum=0, metavar="S"
+    )
+    request_timeout: float = flag(
+        0.0, "seconds a request may take as a whole; 0: for ever", minimum=0, metavar="S"
+    )
+    resume_timeout: float = flag(
+        1.5, "seconds a request waits for another decode node", minimum=0, metavar="S"
     )
     max_request_bytes: Size = flag(16 << 20, "longest body of a request", minimum=1)
     sse_keep_alive_interval: float = flag(
@@ -39,6 +48,9 @@ class GatewayConfig:
     )
     shutdown_timeout: float = flag(
         30.0, "seconds that running requests get at the end", minimum=0, metavar="S"
+    )
+    curve_keys: Path | None = flag(
+        None, "folder of `kvferry keys`: encrypt, and let nobody else connect", metavar="DIR"
     )
     cache_dir: Path = flag_from_environ(
         default_cache_dir, "converted models [$XDG_CACHE_HOME/kvferry or ~/.cache/kvferry]"

@@ -9,8 +9,7 @@
      ├── TooLarge              413  the body exceeds the limit
      ├── NotJson               415  the body is of another type
      ├── NotSupported          501  a feature that this server does not have
-     ├── Unavailable           503  loading, draining, overloaded: worth a retry
-     ├── TimedOut              504  the request's own deadline passed
+     ├── Unavailable           503  loading, draining, overloaded, out of time: worth a retry
      └── EngineFailure         500  a node failed, or was lost, while it worked on the request
 
 Bodies have OpenAI's form on every path. `invalid_request_error` never goes with a 5xx, because
@@ -139,7 +138,8 @@ class NotSupported(ApiError):
 
 
 class Unavailable(ApiError):
-    """`code`: `model_loading`, `shutting_down`, `server_overloaded` or `engine_unavailable`."""
+    """`code`: `model_loading`, `shutting_down`, `server_overloaded`, `engine_unavailable`, or
+    `deadline_exceeded`: no gateway in front timed out, this server says when it has had enough."""
 
     status = 503
     kind = "service_unavailable_error"
@@ -156,18 +156,16 @@ class Unavailable(ApiError):
         return headers
 
 
-class TimedOut(ApiError):
-    status = 504
-    kind = "timeout_error"
-    default_code = "deadline_exceeded"
-
-
 class EngineFailure(ApiError):
     default_code = "engine_error"
 
 
 def shutting_down() -> Unavailable:
     return Unavailable("The server is shutting down.", code="shutting_down", retry_after=5)
+
+
+def deadline_exceeded(message: str) -> Unavailable:
+    return Unavailable(message, code="deadline_exceeded", retry_after=10)
 
 
 def from_rejection(rejected: Rejected) -> ApiError:
@@ -178,7 +176,7 @@ def from_rejection(rejected: Rejected) -> ApiError:
     if code == "shutting_down":
         return Unavailable(text, code=code, retry_after=5)
     if code == "deadline_exceeded":
-        return TimedOut(text)
+        return deadline_exceeded(text)
     if code in ("context_length_exceeded", "invalid_request"):
         return BadRequest(text, code=code)
     return EngineFailure(text, code=code)

@@ -1,46 +1,53 @@
-"""One response's life between the API and the nodes: submit, follow, account, give up.
+"""One response's life between the API and the nodes: submit, follow, go on elsewhere, give up.
 
-Owns the requests that one response is made of (one a prompt), their choices, and the duty to end
-them: whoever leaves early, the nodes are told at once. It yields pieces of text by choice index
-and, with the last one, the report of where tokens came from and time went. It knows no JSON, no
-socket, and nothing of the API that asked.
+Owns the requests that one response is made of (one a prompt), the time they may take, and the duty
+to end them: whoever leaves early, the nodes are told at once. A request that loses its node goes on
+at another one, and the client notices nothing but time; with none left it ends in one error. It
+yields pieces of text by choice index and, with the last one, the report of where tokens came from
+and time went. It knows no JSON, no socket, and nothing of the API that asked.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections import Counter
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from kvferry.gateway.book import EngineLost, Event
+from kvferry.gateway.course import Arrival, Course, Loss
 from kvferry.gateway.errors import (
     ApiError,
     EngineFailure,
     Unavailable,
+    deadline_exceeded,
     from_rejection,
     shutting_down,
 )
 from kvferry.gateway.model import ServedModel
-from kvferry.gateway.nodes import EngineLost, Event, Nodes, NoNode, Run
+from kvferry.gateway.nodes import Nodes, NoNode, Run
 from kvferry.gateway.output import Choice, Piece
 from kvferry.gateway.parameters import Params
 from kvferry.gateway.prompts import Prompt
+from kvferry.gateway.report import Report, make_report
 from kvferry.kvstore.keys import pack_tokens
-from kvferry.kvstore.wire import Done, Generate, PromptSources, Rejected, Stages, Token
+from kvferry.kvstore.wire import Done, Generate, Rejected, Running, Token
+
+NO_ROOM = ("server_overloaded", "shutting_down")
+"""Refusals of one node that another one need not share."""
+ROOM_RETRY_SECONDS = 0.25
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
-    """What the nodes say of a whole response."""
+class Patience:
+    """How long a response may take, in seconds; 0: for ever."""
 
-    sources: PromptSources
-    stages: Stages
-    """Of the prompt that waited longest."""
-    handoff_ms: float
-    predicted_ms: float
-    cached_tokens: int
-    """Prompt tokens not recomputed thanks to earlier requests."""
+    first_token: float = 0.0
+    request: float = 0.0
+    resume: float = 1.5
+    """How long one that has lost its decode node waits for another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,25 +74,50 @@ class Timeline:
         return self.first - self.submitted if self.first else None
 
 
+@dataclass(frozen=True, slots=True)
+class _Retry:
+    """Another decode node may be there now."""
+
+
+@dataclass(frozen=True, slots=True)
+class _GiveUp:
+    """None was there in time."""
+
+
+_AnyEvent = Event | ApiError | _Retry | _GiveUp
+
+
 class Generation:
     """Runs prompts x n choices to their end."""
 
     def __init__(
-        self, nodes: Nodes, model: ServedModel, prompts: Sequence[Prompt], params: Params
+        self,
+        nodes: Nodes,
+        model: ServedModel,
+        prompts: Sequence[Prompt],
+        params: Params,
+        patience: Patience,
     ) -> None:
         self.prompts = prompts
         self.params = params
         self.timeline = Timeline()
         self.report: Report | None = None
+        self.losses: Counter[str] = Counter()
+        """How often a request went on elsewhere, by reason."""
         self._nodes = nodes
+        self._patience = patience
         self._eos_ids = () if params.ignore_eos else model.eos_ids
         count = len(prompts) * params.n
         self._choices = [Choice(model.tokenizer, params.rules) for _ in range(count)]
         self._last_token = [0.0] * count
-        self._unfinished = count
-        self._done: dict[int, Done] = {}
-        self._events: asyncio.Queue[tuple[int, Event | ApiError]] = asyncio.Queue()
-        self._runs: list[Run] = []
+        self._courses = [
+            Course(prompt, self._choices[at * params.n : (at + 1) * params.n])
+            for at, prompt in enumerate(prompts)
+        ]
+        self._events: asyncio.Queue[tuple[int, int, _AnyEvent]] = asyncio.Queue()
+        self._timers: list[asyncio.TimerHandle] = []
+        self._streamed = False
+        """The client has a part of its answer."""
 
     @property
     def prompt_tokens(self) -> int:
@@ -97,12 +129,21 @@ class Generation:
         return sum(choice.kept for choice in self._choices)
 
     @property
+    def choices(self) -> int:
+        return len(self._choices)
+
+    @property
+    def runs(self) -> list[Run]:
+        """Where its requests are."""
+        return [course.run for course in self._courses if course.run is not None]
+
+    @property
     def finish_reasons(self) -> list[str]:
         return [choice.finish.reason for choice in self._choices if choice.finish is not None]
 
     def fail(self, error: ApiError) -> None:
         """Ends the response with this error, from outside."""
-        self._events.put_nowait((0, error))
+        self._events.put_nowait((0, 0, error))
 
     async def updates(self) -> AsyncGenerator[Update]:
         """Pieces as they come. Closing the generator aborts what has not ended.
@@ -110,39 +151,82 @@ class Generation:
         Raises
         ------
         ApiError
-            A node refused, failed or was lost, or `fail` was called.
+            A node refused or failed, none is left, time is up, or `fail` was called.
         """
         try:
-            self._submit()
+            self._begin()
             held: Update | None = None
-            while self._unfinished or len(self._done) < len(self.prompts):
-                at, event = await self._events.get()
-                update = self._take(at, event)
-                if update is not None and self._unfinished:
+            while not all(course.over for course in self._courses):
+                at, leg, event = await self._events.get()
+                update = self._take(at, leg, event)
+                if update is None:
+                    continue
+                if any(course.unfinished for course in self._courses):
+                    self._streamed = self.params.stream
                     yield update
-                elif update is not None:
+                else:
                     held = update  # the last one waits for the report
-            self.report = _report(list(self._done.values()), self.prompt_tokens)
+            done = [course.done for course in self._courses]
+            self.report = make_report(done, self.prompt_tokens)
             assert held is not None
             yield Update(held.choice, held.piece, self.report)
         finally:
-            for run in self._runs:
+            for timer in self._timers:
+                timer.cancel()
+            for run in self.runs:
                 run.abort()
 
-    def _submit(self) -> None:
+    # -- sending -----------------------------------------------------------------------------------
+
+    def _begin(self) -> None:
         self.timeline.submitted = time.monotonic()
+        if self._patience.request:
+            text = f"The answer was not complete in {self._patience.request:g} s."
+            self._later(self._patience.request, self.fail, deadline_exceeded(text))
+        if self._patience.first_token:
+            self._later(self._patience.first_token, self._expect_first_token)
+        for at in range(len(self._courses)):
+            self._send(at)
+
+    def _later(self, seconds: float, call: Callable[..., None], *args: object) -> None:
+        self._timers.append(asyncio.get_running_loop().call_later(seconds, call, *args))
+
+    def _expect_first_token(self) -> None:
+        if not self.timeline.first:
+            seconds = self._patience.first_token
+            self.fail(deadline_exceeded(f"No token came in {seconds:g} s."))
+
+    def _send(self, at: int) -> None:
+        """Starts a leg at the best decode node; without any, waits if there was one before."""
+        course = self._courses[at]
+        leg = course.begin(time.monotonic())
+        sink = partial(self._arrived, at, leg)
+        make = partial(self._message, course)
         try:
-            for at, prompt in enumerate(self.prompts):
-                sink = partial(self._arrived, at)
-                self._runs.append(self._nodes.submit(sink, partial(self._message, prompt)))
+            course.sent(self._nodes.submit(sink, course.prompt, make, course.refused_by))
         except NoNode as error:
-            raise no_node(error) from error
+            if error.reason == "died":
+                self._note_loss(course, Loss.DEAD)
+            if course.lost_at is None:
+                raise no_node(error) from error
+            self._wait(at, course)
 
-    def _arrived(self, at: int, event: Event) -> None:
-        self._events.put_nowait((at, event))
+    def _wait(self, at: int, course: Course) -> None:
+        """For a decode node to be there again, or for one of those that are to have room."""
+        assert course.lost_at is not None
+        wake = partial(self._arrived, at, course.leg, _Retry())
+        if course.refused_by:
+            self._later(ROOM_RETRY_SECONDS, wake)
+        else:
+            self._nodes.park(wake)
+        left = course.lost_at + self._patience.resume - time.monotonic()
+        self._later(max(0.0, left), self._arrived, at, course.leg, _GiveUp())
 
-    def _message(self, prompt: Prompt, request: int, prefill: str) -> Generate:
-        params = self.params
+    def _arrived(self, at: int, leg: int, event: _AnyEvent) -> None:
+        self._events.put_nowait((at, leg, event))
+
+    def _message(self, course: Course, request: int, prefill: tuple[str, ...]) -> Generate:
+        params, prompt = self.params, course.prompt
         return Generate(
             request=request,
             prompt=prompt.packed,
@@ -155,56 +239,107 @@ class Generation:
             sampling=params.sampling,
             seed=params.seed,
             choices=params.n,
-            prefill_node=prefill,
+            outputs=course.outputs,
+            finished=course.finished,
+            prefill_nodes=prefill,
             priority=params.priority,
+            deadline_s=self._time_left(),
             forced=pack_tokens(params.forced),
         )
 
+    def _time_left(self) -> float:
+        if not self._patience.request:
+            return 0.0
+        return max(0.001, self.timeline.submitted + self._patience.request - time.monotonic())
+
     # -- events ------------------------------------------------------------------------------------
 
-    def _take(self, at: int, event: Event | ApiError) -> Update | None:
+    def _take(self, at: int, leg: int, event: _AnyEvent) -> Update | None:
+        if isinstance(event, ApiError):
+            raise event
+        course = self._courses[at]
+        if leg != course.leg:
+            return None  # from a node that was given up
         if isinstance(event, Token):
             return self._token(at, event)
         if isinstance(event, Done):
-            self._done[at] = event
-            first = at * self.params.n
-            mine = self._choices[first : first + self.params.n]
-            if any(choice.finish is None for choice in mine):
-                raise EngineFailure("The decode node ended the request before its answer.")
-            return None
-        if isinstance(event, Rejected):
-            raise from_rejection(event)
-        if isinstance(event, EngineLost):
-            raise EngineFailure("The decode node was lost.", code="engine_lost")
-        raise event
+            if not course.reported(event):
+                self._lost(at, Loss.HOLE)
+        elif isinstance(event, Running):
+            if course.behind(event.sent):
+                self._lost(at, Loss.HOLE)
+        elif isinstance(event, EngineLost):
+            self._lost(at, Loss.STALLED if event.stalled else Loss.DEAD)
+        elif isinstance(event, Rejected):
+            self._rejected(at, event)
+        elif isinstance(event, _Retry):
+            course.refused_by = frozenset()
+            self._send(at)
+        else:
+            raise self._nobody()
+        return None
 
     def _token(self, at: int, token: Token) -> Update | None:
         if not 0 <= token.choice < self.params.n:
             raise EngineFailure("The decode node sent a token for no choice of this request.")
+        course, now = self._courses[at], time.monotonic()
+        arrival = course.arrived(token, now)
+        if arrival is Arrival.HOLE:
+            self._lost(at, Loss.HOLE)
+        if arrival is not Arrival.NEXT:
+            return None
         index = at * self.params.n + token.choice
         choice = self._choices[index]
-        if choice.finish is not None:
-            return None  # overrun behind a stop string
-        if token.index != choice.kept:
-            raise EngineFailure("The decode node's tokens have a hole.")
-        self._stamp(index)
+        self._stamp(index, now)
         piece = choice.push(token)
         if piece is None:
             return None
-        if piece.finish is not None:
-            self._unfinished -= 1
-            if not token.finish:
-                self._runs[at].stop(token.choice, choice.kept)
+        if piece.finish is not None and not token.finish and course.run is not None:
+            course.run.stop(token.choice, choice.kept)
         return Update(index, piece)
 
-    def _stamp(self, index: int) -> None:
-        now = time.monotonic()
+    def _stamp(self, index: int, now: float) -> None:
         timeline = self.timeline
         timeline.first = timeline.first or now
         timeline.last = now
         if self._last_token[index]:
             timeline.gaps.append(now - self._last_token[index])
         self._last_token[index] = now
+
+    def _rejected(self, at: int, rejected: Rejected) -> None:
+        course = self._courses[at]
+        if rejected.code == "unknown_request":
+            self._lost(at, Loss.FORGOTTEN)
+        elif rejected.code in NO_ROOM:
+            course.refused()
+            try:
+                self._send(at)
+            except ApiError:
+                raise from_rejection(rejected) from None
+        else:
+            raise from_rejection(rejected)
+
+    def _lost(self, at: int, loss: Loss) -> None:
+        """The request goes on behind what has come, if there is anything left to do."""
+        course = self._courses[at]
+        if course.unfinished:
+            self._note_loss(course, loss)
+            self._send(at)
+        else:
+            course.lost(loss, time.monotonic())
+            course.settle()
+
+    def _note_loss(self, course: Course, loss: Loss) -> None:
+        self.losses[loss.value] += 1
+        if not course.lost(loss, time.monotonic()):
+            text = "Every decode node that took the request was lost."
+            raise EngineFailure(text, code="engine_lost")
+
+    def _nobody(self) -> ApiError:
+        """No decode node is left: a broken stream says so, who has nothing yet may come again."""
+        if self._streamed:
+            return EngineFailure("The decode node was lost, and none is there.", code="engine_lost")
+        return no_node(NoNode("lost"))
 
 
 def no_node(error: NoNode) -> ApiError:
@@ -217,37 +352,4 @@ def no_node(error: NoNode) -> ApiError:
         "No decode node is reachable; one is expected back soon.",
         code="engine_unavailable",
         retry_after=2,
-    )
-
-
-def _report(done: Sequence[Done], prompt_tokens: int) -> Report:
-    def total(name: str) -> int:
-        return sum(getattr(item.sources, name) for item in done)
-
-    sources = PromptSources(
-        device=total("device"),
-        host=total("host"),
-        disk=total("disk"),
-        remote=total("remote"),
-        prefill=total("prefill"),
-        decode=total("decode"),
-    )
-    hits = sources.device + sources.host + sources.disk + sources.remote
-    return Report(
-        sources=sources,
-        stages=max((item.stages for item in done), key=_waited),
-        handoff_ms=max(item.handoff_ms for item in done),
-        predicted_ms=max(item.predicted_ms for item in done),
-        cached_tokens=max(0, min(hits, prompt_tokens - len(done))),
-    )
-
-
-def _waited(stages: Stages) -> float:
-    return (
-        stages.queue
-        + stages.lookup
-        + stages.load
-        + stages.prefill
-        + stages.transfer
-        + stages.first_step
     )

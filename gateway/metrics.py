@@ -17,8 +17,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvferry.gateway.generate import Generation, Report
+from kvferry.gateway.generate import Generation
 from kvferry.gateway.nodes import Nodes
+from kvferry.gateway.report import Report
 
 log = logging.getLogger(__name__)
 
@@ -34,6 +35,13 @@ _E2E: tuple[float, ...] = (*_LARGE, 480, 960, 1920, 7680)
 
 SOURCES = ("device", "host", "disk", "remote", "prefill", "decode")
 _RENAMED = {"preemptions": "kvferry_num_preemptions"}
+_COUNTED = {
+    "key_gaps": "Lost batches of block keys.",
+    "stalls": "Silences longer than the node's step explains.",
+    "inquiries": "Questions after requests from which nothing came.",
+    "strays": "Requests that ran on although nobody waited for them.",
+}
+"""What the gateway counts of each node."""
 STAGES = ("queue", "lookup", "load", "prefill", "transfer", "first_step")
 
 
@@ -65,6 +73,10 @@ class Metrics:
         self._success = functools.partial(success.labels, model_name)
         failure = counter("request_failure", "Requests that did not end well.", "code")
         self._failure = functools.partial(failure.labels, model_name)
+        resumed = counter(
+            "requests_resumed", "Requests that went on elsewhere, or anew, by reason.", "reason"
+        )
+        self._resumed = functools.partial(resumed.labels, model_name)
         source = counter("prompt_tokens_by_source", "Where prompt tokens came from.", "source")
         self._source = {name: source.labels(model_name, name) for name in SOURCES}
         self._prompt = counter("prompt_tokens", "Prompt tokens.").labels(model_name)
@@ -106,6 +118,8 @@ class Metrics:
     @_never_raises
     def generated(self, generation: Generation) -> None:
         """What a generation produced, however it ended."""
+        for reason, count in generation.losses.items():
+            self._resumed(reason).inc(count)
         self._generated.inc(generation.completion_tokens)
         if generation.timeline.ttft is not None:
             self._ttft.observe(generation.timeline.ttft)
@@ -164,17 +178,19 @@ class _NodeCollector(Collector):
         cached = GaugeMetricFamily(
             "kvferry_kv_cache_blocks_cached", "Blocks kept for reuse.", labels=labels
         )
-        gaps = CounterMetricFamily(
-            "kvferry_node_key_gaps", "Lost batches of block keys.", labels=labels
-        )
+        counted = {
+            name: CounterMetricFamily(f"kvferry_node_{name}", help, labels=labels)
+            for name, help in _COUNTED.items()
+        }
         for node in self._nodes:
             names = [node.role, node.address]
-            up.add_metric(names, node.usable)
-            gaps.add_metric(names, node.key_gaps)
+            up.add_metric(names, node.usable and not node.stalled)
+            for name, family in counted.items():
+                family.add_metric(names, node.counters[name])
             if node.load is not None:
                 usage.add_metric(names, node.load.blocks_used / max(1, node.load.blocks_total))
                 cached.add_metric(names, node.load.blocks_cached)
-        yield from (up, usage, cached, gaps)
+        yield from (up, usage, cached, *counted.values())
 
     def _counters(self) -> Iterator[Metric]:
         families: dict[str, CounterMetricFamily] = {}

@@ -1,9 +1,8 @@
-"""The gateway's links to all decode and prefill nodes, and which requests are where.
+"""All decode and prefill nodes, judged and compared, and the way of a request to one of them.
 
-Owns one link per configured address: it is made again when its node dies, judged by its
-fingerprint when it answers, and told apart as loading, usable, refused and lost. Events of a
-request go to the callback that came with it, ending with `Done`, `Rejected` or `EngineLost`. It
-knows nothing of HTTP, text or choices.
+Owns who may be used (nodes that differ in what they compute are not), the numbers of requests, and
+the clock that drives the links. A request is sent where the router says; who waits because no
+decode node is there is told when one is. It knows nothing of HTTP, text or choices.
 """
 
 from __future__ import annotations
@@ -14,185 +13,38 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import zmq
 
-from kvferry.gateway.prompts import Shape
+from kvferry.gateway.book import INQUIRE_SECONDS, Open, Sink
+from kvferry.gateway.node import Node
+from kvferry.gateway.prompts import Prompt, Shape
+from kvferry.gateway.routing import DecodeView, PrefillView, best_decode, order_prefill
+from kvferry.kvstore.curve import CurveKeys
 from kvferry.kvstore.errors import KvferryError
-from kvferry.kvstore.link import Client, LinkState
+from kvferry.kvstore.faults import FaultInjector
+from kvferry.kvstore.link import Client
 from kvferry.kvstore.sockets import first_difference
-from kvferry.kvstore.wire import (
-    Abort,
-    AnyMessage,
-    Done,
-    Generate,
-    Hello,
-    KeyBatch,
-    Load,
-    Rejected,
-    StepNotice,
-    StepOutput,
-    Stop,
-    Token,
-    Welcome,
-)
+from kvferry.kvstore.wire import Generate, Hello, Welcome
 
 log = logging.getLogger(__name__)
 
 TICK_SECONDS = 0.05
-PREFILL_GRACE_SECONDS = 10.0
-"""How long the first announcement waits for prefill nodes once a decode node is there."""
-REFUSED_RETRY_SECONDS = 5.0
-
-Role = Literal["decode", "prefill"]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLost:
-    """The node died, or its link did, while it had the request."""
-
-    address: str
-
-
-Event = Token | Done | Rejected | EngineLost
-Sink = Callable[[Event], None]
-NewClient = Callable[[str], Client]
+ASLEEP_SECONDS = 0.5
+"""A tick that comes so much late: this process slept, and others' silence proves nothing."""
+OTHERS_GRACE_SECONDS = 10.0
+"""How long the first announcement waits for the other nodes once a decode node is there."""
 
 
 class NoNode(KvferryError):
-    """No decode node can take a request now. `reason`: `loading`, `lost` or `draining`."""
+    """No decode node can take a request now.
+
+    `reason`: `loading`, `draining`, `lost`, or `died`: it was found dead by this very request.
+    """
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"no decode node: {reason}")
         self.reason = reason
-
-
-@dataclass(slots=True)
-class _Open:
-    """A request that has not ended, and where its prompt is being prefilled, until it is."""
-
-    sink: Sink
-    prefill: str
-
-
-class Node:
-    """One configured address and whoever answers there."""
-
-    def __init__(self, role: Role, address: str, new_client: NewClient) -> None:
-        self.role = role
-        self.address = address
-        self.load: Load | None = None
-        self.requests: dict[int, _Open] = {}
-        self.usable = False
-        """It answers, and computes as the others do."""
-        self.key_batches = 0
-        self.key_gaps = 0
-        self.busy_until = 0.0
-        """When the step that it announced should be over, on the monotonic clock."""
-        self._new_client = new_client
-        self._client: Client | None = None
-        self._welcomed = False
-        self._next_batch: int | None = None
-        self._retry_at = 0.0
-
-    @property
-    def welcome(self) -> Welcome | None:
-        """What it said of itself, while it answers."""
-        client = self._client
-        return client.welcome if client is not None and client.state is LinkState.READY else None
-
-    @property
-    def draining(self) -> bool:
-        return self.load is not None and self.load.draining
-
-    def open(self) -> None:
-        self._client = self._new_client(self.address)
-        asyncio.get_running_loop().add_reader(self._client.fd, self.drain)
-
-    def close(self) -> None:
-        if self._client is not None:
-            # Before the socket goes: its descriptor's number may be in use again at once.
-            asyncio.get_running_loop().remove_reader(self._client.fd)
-            self._client.close()
-            self._client = None
-
-    def send(self, message: AnyMessage) -> bool:
-        sent = self._client is not None and self._client.send(message)
-        # Sending may have taken note of the descriptor's edge: look for what came meanwhile.
-        asyncio.get_running_loop().call_soon(self.drain)
-        return sent
-
-    def drain(self) -> None:
-        """Acts on everything that has arrived."""
-        if self._client is not None:
-            for received in self._client.receive():
-                self._take(received.message)
-
-    def tick(self, now: float) -> bool:
-        """Keeps the link alive. True if its node has just answered for the first time."""
-        if self._client is None:
-            if now >= self._retry_at:
-                self.open()
-            return False
-        self._client.tick(now)
-        self.drain()
-        if self._client.state is LinkState.DEAD:
-            self._lost()
-        elif self._client.state is LinkState.REFUSED:
-            self._refused(now)
-        elif self._client.state is LinkState.READY and not self._welcomed:
-            self._welcomed = True
-            return True
-        return False
-
-    def _refused(self, now: float) -> None:
-        client = self._client
-        assert client is not None
-        if client.refusal is not None:
-            log.error(
-                "%s node %s is not used: its %s is %r, the gateway's is %r",
-                self.role,
-                self.address,
-                client.refusal.field,
-                client.refusal.server_value,
-                client.refusal.client_value,
-            )
-        self._retry_at = now + REFUSED_RETRY_SECONDS
-        self._lost()
-
-    def _lost(self) -> None:
-        self.close()
-        self.usable = self._welcomed = False
-        self.load = None
-        self._next_batch = None
-        requests, self.requests = self.requests, {}
-        for request in requests.values():
-            request.sink(EngineLost(self.address))
-
-    def _take(self, message: AnyMessage) -> None:
-        if isinstance(message, StepOutput):
-            for token in message.tokens:
-                request = self.requests.get(token.request)
-                if request is not None:
-                    request.prefill = ""
-                    request.sink(token)
-        elif isinstance(message, Done | Rejected):
-            ended = self.requests.pop(message.request, None)
-            if ended is not None:
-                ended.sink(message)
-        elif isinstance(message, Load):
-            self.load = message
-        elif isinstance(message, StepNotice):
-            self.busy_until = time.monotonic() + message.predicted_s
-        elif isinstance(message, KeyBatch):
-            self._count_batch(message)
-
-    def _count_batch(self, batch: KeyBatch) -> None:
-        self.key_batches += 1
-        if not batch.full and batch.number != self._next_batch:
-            self.key_gaps += 1
-        self._next_batch = batch.number + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,16 +53,16 @@ class Run:
 
     node: Node
     request: int
+    known: int
+    """The most tokens of its prompt that any node it may use had, as far as was known."""
 
     def stop(self, choice: int, kept: int) -> None:
         """Ends one choice: the first `kept` tokens count."""
-        if self.request in self.node.requests:
-            self.node.send(Stop(self.request, choice, kept))
+        self.node.stop(self.request, choice, kept)
 
     def abort(self) -> None:
         """Frees everything of the request, unless it has ended."""
-        if self.node.requests.pop(self.request, None) is not None:
-            self.node.send(Abort(self.request))
+        self.node.abort(self.request)
 
 
 class Nodes:
@@ -224,24 +76,31 @@ class Nodes:
         hello: Hello,
         incarnation: int,
         on_ready: Callable[[], None],
+        curve: CurveKeys | None = None,
     ) -> None:
         def new_client(address: str) -> Client:
-            return Client(context, address, hello, incarnation)
+            return Client(context, address, hello, incarnation, curve)
 
         self.decode = [Node("decode", address, new_client) for address in decode]
         self.prefill = [Node("prefill", address, new_client) for address in prefill]
         self.shape: Shape | None = None
         """What all usable nodes have in common; known once a decode node has answered."""
+        self.lag = 0.0
+        """By how much the last ticks came late, the most of them: how long the loop was busy."""
         self._on_ready: Callable[[], None] | None = on_ready
         self._ready_since: float | None = None
         self._next_request = 1
+        self._choices = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._ticked = self._listening_since = 0.0
+        self._parked: list[Callable[[], None]] = []
 
     def __iter__(self) -> Iterator[Node]:
         yield from self.decode
         yield from self.prefill
 
     def start(self) -> None:
+        self._ticked = self._listening_since = time.monotonic()
         for node in self:
             node.open()
         self._tick()
@@ -255,15 +114,58 @@ class Nodes:
     @property
     def ready(self) -> bool:
         """Some decode node takes requests."""
-        return any(node.usable and not node.draining for node in self.decode)
+        return any(node.able for node in self.decode)
+
+    @property
+    def slots(self) -> int:
+        """Requests that all decode nodes in use run at once."""
+        welcomes = (node.welcome for node in self.decode if node.able)
+        return sum(welcome.max_num_seqs for welcome in welcomes if welcome is not None)
+
+    @property
+    def parked(self) -> int:
+        """How many wait for a decode node to be there."""
+        return len(self._parked)
+
+    def check(self) -> None:
+        """Proves the invariants of all nodes."""
+        for node in self:
+            node.check()
+
+    def inject(self, faults: FaultInjector | None) -> None:
+        """Faults in everything sent to any node from now on (a test hook)."""
+        for node in self:
+            node.inject(faults.sibling() if faults is not None else None)
+
+    # -- the clock ---------------------------------------------------------------------------------
 
     def _tick(self) -> None:
         now = time.monotonic()
+        late = max(0.0, now - self._ticked - TICK_SECONDS)
+        self.lag = max(late, 0.98 * self.lag)
+        if late > ASLEEP_SECONDS:
+            self._listening_since = now
+        self._ticked = now
         for node in self:
-            if node.tick(now):
+            if node.tick(now, self._listening_since):
                 self._judge()
+        self._save_requests()
         self._announce(now)
         self._timer = asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
+
+    def _save_requests(self) -> None:
+        if not self.ready:
+            return
+        for node in self.decode:
+            if node.stalled and node.requests:
+                node.forsake()
+        parked, self._parked = self._parked, []
+        for wake in parked:
+            wake()
+
+    def park(self, wake: Callable[[], None]) -> None:
+        """Calls `wake` once, soon after some decode node can be given work."""
+        self._parked.append(wake)
 
     def _announce(self, now: float) -> None:
         """Calls `on_ready` once, when everybody is there or the missing have been waited for."""
@@ -271,8 +173,8 @@ class Nodes:
             return
         if self._ready_since is None:
             self._ready_since = now
-        complete = all(node.usable for node in self.prefill)
-        if complete or now >= self._ready_since + PREFILL_GRACE_SECONDS:
+        complete = all(node.met for node in self)
+        if complete or now >= self._ready_since + OTHERS_GRACE_SECONDS:
             self._on_ready()
             self._on_ready = None
 
@@ -308,38 +210,99 @@ class Nodes:
 
     # -- requests ----------------------------------------------------------------------------------
 
-    def submit(self, sink: Sink, make: Callable[[int, str], Generate]) -> Run:
-        """Sends a request to the best decode node; `make` gets its id and a prefill address.
+    def submit(
+        self,
+        sink: Sink,
+        prompt: Prompt,
+        make: Callable[[int, tuple[str, ...]], Generate],
+        avoid: frozenset[str] = frozenset(),
+    ) -> Run:
+        """Sends a request to the best decode node that is not to be avoided.
+
+        `make` gets its number and the addresses of prefill nodes, the best one first.
 
         Raises
         ------
         NoNode
             None can take it.
         """
-        node, prefill = self._least_busy(), self._prefill_address()
-        request, self._next_request = self._next_request, self._next_request + 1
-        node.requests[request] = _Open(sink, prefill)
-        if not node.send(make(request, prefill)):
-            del node.requests[request]
-            raise NoNode("lost")
-        return Run(node, request)
+        return self._submit(sink, prompt, make, avoid, frozenset())
 
-    def _least_busy(self) -> Node:
+    def _submit(
+        self,
+        sink: Sink,
+        prompt: Prompt,
+        make: Callable[[int, tuple[str, ...]], Generate],
+        avoid: frozenset[str],
+        dead: frozenset[str],
+    ) -> Run:
+        node, prefix = self._choose_decode(prompt, avoid, dead)
+        addresses, known = self._order_prefill(prompt)
+        missing = prompt.size - prefix
+        remote = addresses[0] if addresses and missing > self._block_size else ""
+        number, self._next_request = self._next_request, self._next_request + 1
+        now = time.monotonic()
+        request = Open(sink, prompt.keys, missing, remote, now + INQUIRE_SECONDS)
+        if not node.submit(make(number, addresses), request):
+            return self._submit(sink, prompt, make, avoid, dead | {node.address})
+        self._note_choice(node, remote)
+        return Run(node, number, min(max(prefix, known), prompt.size - 1))
+
+    def _choose_decode(
+        self, prompt: Prompt, avoid: frozenset[str], dead: frozenset[str]
+    ) -> tuple[Node, int]:
         usable = [node for node in self.decode if node.usable]
-        able = [node for node in usable if not node.draining]
-        if able:
-            return min(able, key=_burden)
-        raise NoNode("draining" if usable else "loading" if self.shape is None else "lost")
-
-    def _prefill_address(self) -> str:
-        able = [node for node in self.prefill if node.usable and not node.draining]
+        able = [node for node in usable if node.able and node.address not in avoid | dead]
+        if not able and dead:
+            raise NoNode("died")
         if not able:
-            return ""
-        busy = Counter(item.prefill for node in self.decode for item in node.requests.values())
-        return min(able, key=lambda node: busy[node.address]).address
+            draining = any(node.draining for node in usable) and not avoid
+            raise NoNode("draining" if draining else "loading" if self.shape is None else "lost")
+        views = [
+            DecodeView(
+                self._prefix(node, prompt),
+                node.book.pending,
+                max(len(node.requests), _reported(node)),
+                node.welcome.max_num_seqs if node.welcome is not None else 1,
+                node.chosen,
+            )
+            for node in able
+        ]
+        at = best_decode(views, prompt.size)
+        return able[at], views[at].prefix
+
+    def _order_prefill(self, prompt: Prompt) -> tuple[tuple[str, ...], int]:
+        """Addresses of prefill nodes, and the longest prefix that one of them has."""
+        able = [node for node in self.prefill if node.able]
+        ours = Counter(item.prefill for node in self.decode for item in node.requests.values())
+        views = [
+            PrefillView(
+                self._prefix(node, prompt),
+                max(ours[node.address], _reported(node)),
+                node.chosen,
+            )
+            for node in able
+        ]
+        order = order_prefill(views)
+        known = max((view.prefix for view in views), default=0)
+        return tuple(able[at].address for at in order), known
+
+    def _prefix(self, node: Node, prompt: Prompt) -> int:
+        """Tokens of a prompt that a node has; at least its last one is always computed."""
+        return min(node.keys.prefix(prompt.keys) * self._block_size, prompt.size - 1)
+
+    @property
+    def _block_size(self) -> int:
+        return self.shape.block_size if self.shape is not None else 1
+
+    def _note_choice(self, node: Node, remote: str) -> None:
+        self._choices += 1
+        node.chosen = self._choices
+        for prefill in self.prefill:
+            if prefill.address == remote:
+                prefill.chosen = self._choices
 
 
-def _burden(node: Node) -> int:
-    """Requests on a decode node: ours as of now, others' as of its last report."""
-    reported = node.load.running + node.load.waiting if node.load is not None else 0
-    return max(len(node.requests), reported)
+def _reported(node: Node) -> int:
+    """Requests there as of the node's last report: ours of then, and those of other gateways."""
+    return node.load.running + node.load.waiting if node.load is not None else 0

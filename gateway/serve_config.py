@@ -7,6 +7,7 @@ of it is values in, values out: nothing here starts a process, opens a socket or
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,21 +28,25 @@ from kvferry.kvstore.settings import (
 )
 
 # The fields of ServeConfig that a role's own config class has too; a test compares them.
-_EVERY_ROLE = ("cache_dir", "log_level")
+_EVERY_ROLE = ("cache_dir", "curve_keys", "log_level", "max_num_queued_reqs")
 PREFILL_FLAGS = (
     "max_num_batched_tokens",
     "max_model_len",
     "kv_cache_memory_bytes",
     "dtype",
     "block_size",
+    "enable_debug",
+    "enable_test_hooks",
     *_EVERY_ROLE,
 )
-DECODE_FLAGS = (*PREFILL_FLAGS, "max_num_seqs", "local_prefill", "enable_test_hooks")
+DECODE_FLAGS = (*PREFILL_FLAGS, "max_num_seqs", "local_prefill")
 GATEWAY_FLAGS = (
     "host",
     "port",
     "api_key",
     "admin_api_key",
+    "first_token_timeout",
+    "request_timeout",
     "shutdown_timeout",
     "enable_debug",
     "enable_test_hooks",
@@ -67,22 +72,35 @@ class ServeConfig:
         None, "longest prompt and output together, tokens [the model's]", minimum=1
     )
     max_num_seqs: int = flag(16, "sequences decoded at once", minimum=1)
+    max_num_queued_reqs: int = flag(
+        256, "requests that may wait beyond those that run at once", minimum=1, metavar="N"
+    )
     max_num_batched_tokens: int = flag(512, "tokens a prefill pass computes at most", minimum=64)
     kv_cache_memory_bytes: Size = flag(2 << 30, "memory for KV blocks, each node", minimum=1)
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = flag(
         "auto", "type of weights and KV"
     )
     block_size: int = flag(16, "tokens a KV block", minimum=1)
+    decode_nodes: int = flag(1, "how many nodes generate tokens", minimum=1, metavar="N")
     prefill_nodes: int | None = flag(
-        None, "0: the decode node prefills by itself [1; on one core 0]", minimum=0, metavar="N"
+        None, "0: decode nodes prefill by themselves [1; on one core 0]", minimum=0, metavar="N"
     )
     local_prefill: int = flag(
         128, "tokens up to which the decode node prefills by itself", minimum=0, metavar="N"
     )
-    decode_cores: str | None = flag(None, "cores of the decode node: 0,2 or 0-3 [the first half]")
-    prefill_cores: str | None = flag(None, "cores of the prefill node, at low priority [all]")
+    decode_cores: str | None = flag(None, "cores of decode nodes: 0,2 or 0-3 [the first half]")
+    prefill_cores: str | None = flag(None, "cores of prefill nodes, at low priority [all]")
+    curve_keys: Path | None = flag(
+        None, "folder of `kvferry keys`: encrypt, and let nobody else connect", metavar="DIR"
+    )
     cache_dir: Path = flag_from_environ(
         default_cache_dir, "converted models [$XDG_CACHE_HOME/kvferry or ~/.cache/kvferry]"
+    )
+    first_token_timeout: float = flag(
+        0.0, "seconds a request may wait for its first token; 0: for ever", minimum=0, metavar="S"
+    )
+    request_timeout: float = flag(
+        0.0, "seconds a request may take as a whole; 0: for ever", minimum=0, metavar="S"
     )
     shutdown_timeout: float = flag(
         30.0, "seconds that running requests get at the end", minimum=0, metavar="S"
@@ -120,7 +138,9 @@ def place(config: ServeConfig, available: frozenset[int]) -> Placement:
     The decode node gets the first half of the cores at normal priority, one thread a core. The
     prefill node may use every core, but at the lowest priority and with threads that block, so the
     operating system lends it what decoding leaves idle and decoding does not notice. The gateway
-    keeps off the decode node's cores. A decode node that is alone gets every core.
+    keeps off the decode node's cores. A decode node that is alone gets every core. Several decode
+    nodes share out that half, or as many cores as they are if that is more; with fewer cores than
+    nodes each may use all. Several prefill nodes share theirs, and the system divides them.
     """
     everywhere = frozenset(available)
     if _prefill_nodes(config, len(everywhere)) == 0:
@@ -131,7 +151,8 @@ def place(config: ServeConfig, available: frozenset[int]) -> Placement:
             )
         alone = parse_cores(config.decode_cores) if config.decode_cores else everywhere
         return Placement(Place(alone), None, Place((everywhere - alone) or everywhere))
-    half = frozenset(sorted(everywhere)[: max(1, len(everywhere) // 2)])
+    count = max(1, len(everywhere) // 2, min(config.decode_nodes, len(everywhere)))
+    half = frozenset(sorted(everywhere)[:count])
     decode = parse_cores(config.decode_cores) if config.decode_cores else half
     prefill = parse_cores(config.prefill_cores) if config.prefill_cores else everywhere
     return Placement(
@@ -142,12 +163,15 @@ def place(config: ServeConfig, available: frozenset[int]) -> Placement:
 def _prefill_nodes(config: ServeConfig, cores: int) -> int:
     if config.prefill_nodes is None:
         return 0 if cores == 1 else 1
-    if config.prefill_nodes > 1:
-        raise ConfigError(
-            f"--prefill-nodes {config.prefill_nodes}: more than one prefill node is not supported "
-            "yet; use 1, or 0 for a decode node alone"
-        )
     return config.prefill_nodes
+
+
+def shares(place: Place, count: int) -> list[Place]:
+    """The places of `count` decode nodes that have `place` between them."""
+    cores = sorted(place.cores)
+    if count == 1 or len(cores) < count:
+        return [place] * count
+    return [Place(frozenset(cores[number::count]), place.nice) for number in range(count)]
 
 
 # -- command lines ---------------------------------------------------------------------------------
@@ -162,6 +186,11 @@ class RoleSpec:
     environ: Mapping[str, str]
     cores: frozenset[int] | None = None
     """Set from outside before it starts; a node pins itself."""
+
+    @property
+    def role(self) -> str:
+        """`gateway`, `decode` or `prefill`: the name without the number."""
+        return self.name.partition("-")[0]
 
 
 def role_specs(
@@ -183,16 +212,21 @@ def role_specs(
         clean | to_environ(config, GATEWAY_FLAGS),
         placement.gateway.cores,
     )
-    nodes: list[tuple[str, Place, tuple[str, ...]]] = [("decode", placement.decode, DECODE_FLAGS)]
+    places: list[tuple[str, Place, tuple[str, ...]]] = [
+        ("decode", where, DECODE_FLAGS) for where in shares(placement.decode, config.decode_nodes)
+    ]
     if placement.prefill is not None:
-        nodes.append(("prefill", placement.prefill, PREFILL_FLAGS))
+        count = max(1, config.prefill_nodes or 1)
+        places += [("prefill", placement.prefill, PREFILL_FLAGS)] * count
+    totals = Counter(role for role, _, _ in places)
+    numbers = {role: iter(range(total)) for role, total in totals.items()}
     return gateway, tuple(
         RoleSpec(
-            name,
-            (*_command(name), model_flag, *_place_flags(where), *to_argv(config, flags)),
+            role if totals[role] == 1 else f"{role}-{next(numbers[role])}",
+            (*_command(role), model_flag, *_place_flags(where), *to_argv(config, flags)),
             clean,
         )
-        for name, where, flags in nodes
+        for role, where, flags in places
     )
 
 

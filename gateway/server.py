@@ -25,6 +25,7 @@ from kvferry.gateway.errors import shutting_down
 from kvferry.gateway.model import ServedModel, load_model
 from kvferry.gateway.nodes import Nodes
 from kvferry.gateway.service import Gateway
+from kvferry.kvstore.curve import load_keys
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.process import StatusPipe, set_up_logging
 from kvferry.kvstore.settings import parse
@@ -61,6 +62,7 @@ def serve(
     config: GatewayConfig, model: ServedModel, listener: socket.socket, status: StatusPipe
 ) -> None:
     """Answers requests on `listener` until a signal ends it."""
+    curve = load_keys(config.curve_keys) if config.curve_keys else None
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         nodes = Nodes(
@@ -70,6 +72,7 @@ def serve(
             Hello(PROTOCOL, "gateway", {"tokenizer": model.tokenizer_digest}),
             new_incarnation(),
             on_ready=lambda: status.report(ready=True),
+            curve=curve,
         )
         server = Server(Gateway(config, model, nodes))
         gc.collect()

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 
 from kvferry.gateway.auth import Keys
 from kvferry.gateway.config import GatewayConfig
 from kvferry.gateway.errors import ApiError, NotFound, Unavailable, shutting_down
-from kvferry.gateway.generate import Generation, Update, no_node
+from kvferry.gateway.generate import Generation, Patience, Update, no_node
 from kvferry.gateway.metrics import Metrics
 from kvferry.gateway.model import ServedModel
 from kvferry.gateway.nodes import Nodes, NoNode
-from kvferry.gateway.prompts import PromptMaker, Shape
+from kvferry.gateway.parameters import Params
+from kvferry.gateway.prompts import Prompt, PromptMaker, Shape
 
 TOKENIZER_THREADS = 2
 
@@ -37,7 +38,7 @@ class Gateway:
         self._executor = ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer")
         self.prompts = PromptMaker(model, self._executor)
         self.draining = False
-        self._open: set[Generation] = set()
+        self.open: set[Generation] = set()
         self._in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -50,7 +51,7 @@ class Gateway:
 
     def unanswered(self) -> int:
         """Generations without a first token."""
-        return sum(not generation.timeline.first for generation in self._open)
+        return sum(not generation.timeline.first for generation in self.open)
 
     def admit(self) -> Shape:
         """What prompts must fit.
@@ -66,13 +67,21 @@ class Gateway:
             raise no_node(NoNode("loading"))
         if not self.nodes.ready:
             raise no_node(NoNode("lost"))
-        if self.unanswered() >= self.config.max_num_queued_reqs:
+        if self.unanswered() >= self.config.max_num_queued_reqs + self.nodes.slots:
             raise Unavailable(
                 f"{self.config.max_num_queued_reqs} requests wait already.",
                 code="server_overloaded",
                 retry_after=2,
             )
         return self.nodes.shape
+
+    def generation(self, prompts: Sequence[Prompt], params: Params) -> Generation:
+        """A response to be followed."""
+        config = self.config
+        patience = Patience(
+            config.first_token_timeout, config.request_timeout, config.resume_timeout
+        )
+        return Generation(self.nodes, self.model, prompts, params, patience)
 
     def check_model(self, name: str | None) -> None:
         """NotFound unless this is what the served model may be called."""
@@ -85,7 +94,7 @@ class Gateway:
 
     async def follow(self, generation: Generation) -> AsyncGenerator[Update]:
         """The generation's updates, with everything counted."""
-        self._open.add(generation)
+        self.open.add(generation)
         started = time.monotonic()
         try:
             async with aclosing(generation.updates()) as updates:
@@ -95,8 +104,15 @@ class Gateway:
                 seconds = time.monotonic() - started
                 self.metrics.succeeded(generation, generation.report, seconds)
         finally:
-            self._open.discard(generation)
+            self.open.discard(generation)
             self.metrics.generated(generation)
+
+    def check(self) -> None:
+        """Proves that nodes have nothing of a response that is over."""
+        runs = {(run.node, run.request) for one in self.open for run in one.runs}
+        for node in self.nodes:
+            for number in node.requests:
+                assert (node, number) in runs, f"request {number} at {node.address} is nobody's"
 
     # -- the end -----------------------------------------------------------------------------------
 
@@ -120,5 +136,5 @@ class Gateway:
             self.fail_all(shutting_down())
 
     def fail_all(self, error: ApiError) -> None:
-        for generation in self._open:
+        for generation in self.open:
             generation.fail(error)

@@ -212,7 +212,7 @@ class Supervisor:
     def _start(self, role: _Role) -> None:
         if role is self._gateway:
             fd = self._listener.fileno()
-            at = [f"--{node.spec.name}-node={node.address}" for node in self._nodes]
+            at = [f"--{node.spec.role}-node={node.address}" for node in self._nodes]
             role.start([f"--fd={fd}", *at], [fd])
         else:
             role.start([f"--listen={role.address}"], [])

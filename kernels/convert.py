@@ -144,8 +144,9 @@ def _as_model_error(source: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _step(what: str) -> Iterator[None]:
-    """One line on stderr when the step is done: what it was and how long it took."""
+    """A line on stderr when the step begins, and one with its time when it is done."""
     began = time.monotonic()
+    sys.stderr.write(f"convert: {what} …\n")
     yield
     sys.stderr.write(f"convert: {what}: {time.monotonic() - began:.1f} s\n")
 
@@ -158,7 +159,7 @@ def main() -> int:
     try:
         convert_gguf(arguments.source, arguments.target)
     except ModelError as error:
-        sys.stderr.write(f"convert: {error}\n")
+        sys.stderr.write(f"error: {error}\n")
         return 1
     return 0
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvferry.kvstore.blocks import BlockPool
 from kvferry.kvstore.router import Peer, Server
-from kvferry.kvstore.wire import AnyMessage, KeyBatch, Load, StepNotice
+from kvferry.kvstore.wire import KeyBatch, Load, StepNotice
 
 REPORT_SECONDS = 0.5
 NOTICE_SECONDS = 0.25
@@ -56,9 +56,10 @@ class Announcer:
         self._informed: set[bytes] = set()
 
     def step_notice(self, predicted_s: float) -> None:
-        """Call before a step; only a long one is announced."""
+        """Call before a step; only a long one is announced, to every peer."""
         if predicted_s >= NOTICE_SECONDS:
-            self._broadcast(StepNotice(predicted_s))
+            for peer in list(self._server.peers.values()):
+                self._server.send(peer, StepNotice(predicted_s))
 
     def resync(self, peer: Peer) -> None:
         """Restates all keys to one gateway with the next report."""
@@ -71,17 +72,17 @@ class Announcer:
             return
         self._due = now + REPORT_SECONDS
         state = self._state()
-        self._broadcast(
-            Load(
-                running=state.running,
-                waiting=state.waiting,
-                blocks_used=self._pool.num_held,
-                blocks_cached=self._pool.num_cached,
-                blocks_total=self._pool.num_blocks,
-                draining=state.draining,
-                counters=dict(state.counters),
-            )
+        load = Load(
+            running=state.running,
+            waiting=state.waiting,
+            blocks_used=self._pool.num_held,
+            blocks_cached=self._pool.num_cached,
+            blocks_total=self._pool.num_blocks,
+            draining=state.draining,
+            counters=dict(state.counters),
         )
+        for peer in self._gateways():
+            self._server.send(peer, load)
         self._send_keys(newcomers)
 
     def _send_keys(self, newcomers: list[Peer]) -> None:
@@ -102,7 +103,3 @@ class Announcer:
 
     def _gateways(self) -> list[Peer]:
         return [peer for peer in self._server.peers.values() if peer.role == "gateway"]
-
-    def _broadcast(self, message: AnyMessage) -> None:
-        for peer in self._gateways():
-            self._server.send(peer, message)

@@ -178,6 +178,17 @@ class BlockPool:
         self._gained, self._lost = {}, {}
         return changes
 
+    def ledger(self) -> dict[str, int]:
+        """Where every block is, for whoever wants to see that nothing leaks."""
+        return {
+            "total": self.num_blocks,
+            "held": self.num_held,
+            "shared": sum(count > 1 for count in self._references),
+            "cached": self.num_cached,
+            "free": len(self._free),
+            "claimed": len(self._pending),
+        }
+
     def check(self) -> None:
         """Proves the invariant: every block is free, held or cached, and the maps agree."""
         free, cached = set(self._free), set(self._cached)

@@ -16,6 +16,7 @@ from typing import Protocol
 
 import zmq
 
+from kvferry.kvstore.curve import CurveKeys, guarded, is_local, load_keys
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.link import Client
 from kvferry.kvstore.model_files import (
@@ -48,6 +49,8 @@ class NodeConfig(Protocol):
     @property
     def spin(self) -> bool: ...
     @property
+    def curve_keys(self) -> Path | None: ...
+    @property
     def cache_dir(self) -> Path: ...
     @property
     def status_fd(self) -> int | None: ...
@@ -79,6 +82,7 @@ class Booted:
     stop: StopSignal
     files: ModelFiles
     cache_dir: Path
+    curve: CurveKeys | None
 
     def fingerprint(self, spec: Computes) -> dict[str, str]:
         """Everything that changes the bytes of a block, for hellos and root keys."""
@@ -111,7 +115,9 @@ class Booted:
             spec.max_model_len,
         )
         hello = Hello(PROTOCOL, self.role, fingerprint)
-        return lambda address: Client(self.context, address, hello, self.server.incarnation)
+        return lambda address: Client(
+            self.context, address, hello, self.server.incarnation, self.curve
+        )
 
 
 @contextmanager
@@ -121,22 +127,33 @@ def boot(role: str, config: NodeConfig) -> Iterator[Booted]:
     Raises
     ------
     ConfigError
-        The model or the address cannot be used.
+        The model, the address or the keys cannot be used.
     """
     set_up_logging(role, config.log_level)
     apply_cores(config.cores, config.threads, config.nice, config.spin)
     status = StatusPipe(config.status_fd)
+    curve = load_keys(config.curve_keys) if config.curve_keys else None
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
-        server = Server(context, config.listen, new_incarnation())
-    except zmq.ZMQError as error:
-        context.term()
-        raise ConfigError(f"cannot listen on {config.listen!r}: {error}") from error
-    try:
-        status.report(address=server.address)
-        files = resolve_model(config.model, config.cache_dir, log.info)
-        with StopSignal() as stop:
-            yield Booted(role, context, server, status, stop, files, config.cache_dir)
+        with guarded(context, curve):
+            server = _bind(context, config.listen, curve)
+            status.report(address=server.address)
+            files = resolve_model(config.model, config.cache_dir, log.info)
+            with StopSignal() as stop:
+                yield Booted(role, context, server, status, stop, files, config.cache_dir, curve)
     finally:
-        server.close()
         context.destroy(0)
+
+
+def _bind(context: zmq.Context[zmq.Socket[bytes]], listen: str, curve: CurveKeys | None) -> Server:
+    try:
+        server = Server(context, listen, new_incarnation(), curve)
+    except zmq.ZMQError as error:
+        raise ConfigError(f"cannot listen on {listen!r}: {error}") from error
+    if curve is None and not is_local(server.address):
+        log.warning(
+            "%s can be reached from other hosts, by anybody and unencrypted: "
+            "make keys with `kvferry keys DIR` and give --curve-keys DIR to every process",
+            server.address,
+        )
+    return server

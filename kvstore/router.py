@@ -15,7 +15,9 @@ from dataclasses import dataclass
 
 import zmq
 
+from kvferry.kvstore.curve import CurveKeys
 from kvferry.kvstore.errors import MalformedFrame, PeerMismatch
+from kvferry.kvstore.faults import FaultInjector
 from kvferry.kvstore.sockets import (
     PROBE_SECONDS,
     LinkCounters,
@@ -58,10 +60,16 @@ class Server:
     """The ROUTER of one process. Raises zmq.ZMQError when the address cannot be bound."""
 
     def __init__(
-        self, context: zmq.Context[zmq.Socket[bytes]], listen: str, incarnation: int
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        listen: str,
+        incarnation: int,
+        curve: CurveKeys | None = None,
     ) -> None:
         self.incarnation = incarnation
         self.counters = LinkCounters()
+        self.faults: FaultInjector | None = None
+        """Set by tests only: damages and delays what is sent."""
         self.peers: dict[bytes, Peer] = {}
         self._welcome: Welcome | None = None
         self._lost: list[Peer] = []
@@ -71,6 +79,8 @@ class Server:
         prepare(self.socket)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
+        if curve is not None:
+            curve.protect_server(self.socket)
         try:
             self.socket.bind(listen)
         except zmq.ZMQError:
@@ -84,6 +94,7 @@ class Server:
 
     def receive(self) -> Iterator[FromPeer]:
         """Messages of peers that have said hello, until nothing is waiting. Stop any time."""
+        self._put_held()
         while True:
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
@@ -160,12 +171,23 @@ class Server:
         message: AnyMessage,
         payloads: Sequence[bytes | memoryview] = (),
     ) -> bool:
-        frames = [identity, *to_frames(self.incarnation, receiver, message, payloads)]
+        frames = to_frames(self.incarnation, receiver, message, payloads)
+        if self.faults is None:
+            return self._put(identity, frames)
+        sent = self.faults.outgoing(message, frames, time.monotonic(), identity)
+        return all([self._put(identity, it) for it in sent])
+
+    def _put(self, identity: bytes, frames: Sequence[bytes | memoryview]) -> bool:
         try:
-            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=True)
+            self.socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=True)
         except (zmq.Again, zmq.ZMQError):
             return False
         return True
+
+    def _put_held(self) -> None:
+        if self.faults is not None:
+            for held in self.faults.due(time.monotonic()):
+                self._put(held.to, held.frames)
 
     def _lose(self, peer: Peer) -> None:
         self._pongs.pop(peer.identity, None)
@@ -174,6 +196,7 @@ class Server:
 
     def tick(self, now: float) -> None:
         """Probes every peer once a second."""
+        self._put_held()
         if now < self._probe_at:
             return
         self._probe_at = now + PROBE_SECONDS

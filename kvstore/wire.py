@@ -6,11 +6,14 @@ and checks against these annotations before anything acts on it. The header fram
 own and never pass through msgpack. Nothing is ever unpickled. This module owns the vocabulary; it
 knows neither sockets nor what a message makes somebody do.
 
-    gateway → node    Hello  Generate  Stop  Abort  Drain  Resync
-    node → gateway    Welcome  StepOutput  Done  Rejected  Load  KeyBatch  StepNotice
-    D → P             Hello  Offer  Credit  AbortTransfer
-    P → D             Welcome  Accepted  Declined  Blocks  Complete  TransferAborted
-    anyone            Ping  Pong  HelloRequired  Refused
+    gateway → node    Hello  Generate  Stop  Abort  Inquire  Drain  Resync  DebugRequest
+    node → gateway    Welcome  StepOutput  Done  Rejected  Running  Load  KeyBatch  DebugReply
+    D → P             Hello  Offer  Credit  AbortTransfer  Probe
+    P → D             Welcome  Accepted  Declined  Blocks  Complete  TransferAborted  Progress
+    anyone            Ping  Pong  HelloRequired  Refused  StepNotice
+
+The header frame ends with the xxh3-64 of its other bytes: a header that was damaged on its way is
+dropped like one that was lost, and never acted on.
 """
 
 from __future__ import annotations
@@ -18,11 +21,12 @@ from __future__ import annotations
 from typing import Annotated
 
 import msgspec
+import xxhash
 from msgspec import Meta, Struct
 
 from kvferry.kvstore.errors import MalformedFrame
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_HEADER_BYTES = 64 << 20
 """A header larger than this is refused unread: 2 million prompt tokens fit."""
 
@@ -122,8 +126,8 @@ class Generate(Message, frozen=True, array_like=True, tag=10):
     """Token ids already streamed, per choice: the request resumes behind them."""
     finished: tuple[int, ...] = ()
     """Choices that had ended already when the request resumed."""
-    prefill_node: Text = ""
-    """Address of the prefill node to use; empty: none."""
+    prefill_nodes: tuple[Text, ...] = ()
+    """Addresses of prefill nodes, the best one first; the next is asked when one fails."""
     priority: int = 0
     deadline_s: float = 0.0
     """Seconds from arrival until the whole request is given up; 0: never."""
@@ -143,6 +147,19 @@ class Abort(Message, frozen=True, array_like=True, tag=12):
     """The client is gone: free everything of this request."""
 
     request: Count
+
+
+class Inquire(Message, frozen=True, array_like=True, tag=13):
+    """Nothing has come for this request for a while: `Running`, or `Rejected` if it is unknown."""
+
+    request: Count
+
+
+class Running(Message, frozen=True, array_like=True, tag=14):
+    """The request is alive, and so many tokens of each choice have been sent."""
+
+    request: Count
+    sent: tuple[Count, ...]
 
 
 class Token(Struct, frozen=True, array_like=True):
@@ -208,7 +225,7 @@ class Rejected(Message, frozen=True, array_like=True, tag=22):
     """The request ended without running to its end; nothing is held for it any more.
 
     `code` is one of `server_overloaded`, `context_length_exceeded`, `shutting_down`,
-    `deadline_exceeded`, `invalid_request`, `engine_error`.
+    `deadline_exceeded`, `invalid_request`, `engine_error`, `unknown_request`.
     """
 
     request: Count
@@ -242,6 +259,20 @@ class StepNotice(Message, frozen=True, array_like=True, tag=25):
     """The node starts a step that it expects to take this long: silence until then is no stall."""
 
     predicted_s: float
+
+
+class DebugRequest(Message, frozen=True, array_like=True, tag=28):
+    """Asks a node that allows it: `ledger`, or `faults` with rules as JSON."""
+
+    number: Count
+    kind: Text
+    body: bytes
+
+
+class DebugReply(Message, frozen=True, array_like=True, tag=29):
+    number: Count
+    body: bytes
+    """JSON; `{"error": …}` when it was refused."""
 
 
 class Drain(Message, frozen=True, array_like=True, tag=26):
@@ -339,11 +370,30 @@ class TransferAborted(Message, frozen=True, array_like=True, tag=37):
     reason: Text
 
 
+class Probe(Message, frozen=True, array_like=True, tag=38):
+    """Nothing has come of this transfer for a while: `Progress`, or `TransferAborted`."""
+
+    transfer: Count
+    epoch: Count
+
+
+class Progress(Message, frozen=True, array_like=True, tag=39):
+    """How far a transfer is on P."""
+
+    transfer: Count
+    epoch: Count
+    working: bool
+    """P still has to accept it or to compute for it. Otherwise only credit can be missing."""
+    sent: Count
+    """The next block to ship."""
+
+
 AnyMessage = (
     Hello | Welcome | HelloRequired | Refused | Ping | Pong
-    | Generate | Stop | Abort | StepOutput | Done | Rejected
-    | Load | KeyBatch | StepNotice | Drain | Resync
+    | Generate | Stop | Abort | Inquire | StepOutput | Done | Rejected | Running
+    | Load | KeyBatch | StepNotice | Drain | Resync | DebugRequest | DebugReply
     | Offer | Accepted | Declined | Blocks | Credit | Complete | AbortTransfer | TransferAborted
+    | Probe | Progress
 )  # fmt: skip
 
 
@@ -361,8 +411,13 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Envelope)
 
 
+_SUM_BYTES = 8
+
+
 def encode(envelope: Envelope) -> bytes:
-    return _encoder.encode(envelope)
+    """The header frame: the envelope and its checksum."""
+    encoded = _encoder.encode(envelope)
+    return encoded + xxhash.xxh3_64_digest(encoded)
 
 
 def decode(frame: bytes | memoryview, payload_sizes: tuple[int, ...]) -> Envelope:
@@ -375,8 +430,11 @@ def decode(frame: bytes | memoryview, payload_sizes: tuple[int, ...]) -> Envelop
     """
     if len(frame) > MAX_HEADER_BYTES:
         raise MalformedFrame(f"a header of {len(frame)} bytes; the limit is {MAX_HEADER_BYTES}")
+    view = memoryview(frame)
+    if xxhash.xxh3_64_digest(view[:-_SUM_BYTES]) != bytes(view[-_SUM_BYTES:]):
+        raise MalformedFrame(f"a header of {len(frame)} bytes whose checksum does not hold")
     try:
-        envelope = _decoder.decode(frame)
+        envelope = _decoder.decode(view[:-_SUM_BYTES])
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise MalformedFrame(f"not a message: {str(error)[:200]}") from error
     announced = len(envelope.body.checksums) if isinstance(envelope.body, Blocks) else 0

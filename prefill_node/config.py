@@ -27,6 +27,11 @@ class PrefillConfig:
     threads: int | None = flag(None, "compute threads [one a core]")
     nice: int = flag(0, "added to the process's niceness")
     spin: bool = flag(False, "idle threads spin instead of blocking")
+    curve_keys: Path | None = flag(
+        None, "folder of `kvferry keys`: encrypt, and let nobody else connect", metavar="DIR"
+    )
     cache_dir: Path = flag_from_environ(default_cache_dir, "where converted models are kept")
     status_fd: int | None = flag(None, "pipe to report to", hidden=True)
+    enable_debug: bool = flag(False, "let gateways ask for the ledger", hidden=True)
+    enable_test_hooks: bool = flag(False, "accept injected faults", hidden=True)
     log_level: Literal["debug", "info", "warning", "error"] = flag("info", "least level to log")

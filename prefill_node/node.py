@@ -22,17 +22,22 @@ import zmq
 from kvferry.kernels.engine import Batch, Engine, Span
 from kvferry.kvstore.announce import Announcer, NodeState, StepClock
 from kvferry.kvstore.blocks import BlockPool
+from kvferry.kvstore.debug import DebugDesk, DebugSwitches
 from kvferry.kvstore.keys import checksum
 from kvferry.kvstore.router import FromPeer, Peer, Server
+from kvferry.kvstore.watch import StallWatch
 from kvferry.kvstore.wire import (
     AbortTransfer,
     Accepted,
     Blocks,
     Complete,
     Credit,
+    DebugRequest,
     Declined,
     Drain,
     Offer,
+    Probe,
+    Progress,
     Resync,
     TransferAborted,
 )
@@ -46,7 +51,7 @@ MESSAGE_BYTES = 4 << 20
 
 IDLE_POLL_MS = 200
 
-FLUSH_SECONDS = 5.0
+FLUSH_SECONDS = 2.0
 """How long a node that has nothing more to do waits for its peers to read what it sent."""
 
 
@@ -65,7 +70,16 @@ class PrefillNode:
         *,
         max_queued: int,
         reuse: bool,
+        clock: Callable[[], float] = time.monotonic,
+        debug: DebugSwitches | None = None,
     ) -> None:
+        self.debug = DebugDesk(
+            server,
+            debug or DebugSwitches(),
+            ledger=lambda: self.ledger(),
+            check=lambda: self.check(),
+            clients=lambda: (),
+        )
         spec = engine.spec
         self.pool = BlockPool(spec.num_blocks)
         self.scheduler = PrefillScheduler(
@@ -74,11 +88,17 @@ class PrefillNode:
         self._engine = engine
         self._server = server
         self._max_queued = max_queued
-        self._clock = StepClock()
+        self._clock = clock
+        self._step_clock = StepClock()
+        self._watch = StallWatch("prefill")
         self._announcer = Announcer(server, self.pool, self._state)
         self._counters: Counter[str] = Counter()
         self._draining = False
         self._releases_seen = -1
+        self._layers = 0
+        self._newest: dict[bytes, int] = {}
+        """By peer: the newest transfer it has offered or aborted. Peers count upwards, so an offer
+        that is not newer is a late copy of one that has ended."""
         self._message_blocks = max(1, MESSAGE_BYTES // spec.block_bytes)
 
     # -- the loop -------------------------------------------------------------------------------
@@ -96,7 +116,8 @@ class PrefillNode:
 
     def _wait(self, stop_fd: int) -> None:
         """Sleeps until there is something to do; not at all while there is to compute."""
-        if any(job.remaining for job in self.scheduler.active):
+        computes = any(job.remaining for job in self.scheduler.active)
+        if computes and "prefill" not in self.debug.hold:
             return
         if self.scheduler.waiting and self.pool.releases != self._releases_seen:
             return
@@ -109,7 +130,8 @@ class PrefillNode:
     def turn(self) -> None:
         """One round of the loop."""
         self._serve()
-        chunks = self.scheduler.plan(time.monotonic())
+        held = "prefill" in self.debug.hold
+        chunks = [] if held else self.scheduler.plan(self._clock())
         if chunks:
             self._compute(chunks)
             self._ship()
@@ -118,9 +140,10 @@ class PrefillNode:
         """Everything but computing; also called between two layers."""
         for received in self._server.receive():
             self._handle(received)
-        now = time.monotonic()
+        now = self._clock()
         self._server.tick(now)
         for peer in self._server.take_lost():
+            self._newest.pop(peer.identity, None)
             for job in self.scheduler.of_peer(peer.identity):
                 self.scheduler.abort(job)
                 self._counters["transfers_orphaned"] += 1
@@ -128,26 +151,27 @@ class PrefillNode:
         for job in self.scheduler.accept():
             self._accepted(job)
         self._ship()
+        self._observe(now)
         self._announcer.tick(now)
 
     # -- computing ------------------------------------------------------------------------------
 
     def _compute(self, chunks: list[Chunk]) -> None:
-        started = time.monotonic()
+        started = self._clock()
         spans = []
         for job, start, end in chunks:
             job.started_at = job.started_at or started
             spans.append(Span(job.tokens[start:end], start, job.blocks, wants_logits=False))
         batch = Batch(tuple(spans))
-        self._announcer.step_notice(self._clock.predict(batch.num_tokens))
+        self._announcer.step_notice(self._step_clock.predict(batch.num_tokens))
         try:
             self._engine.forward(batch, self._between_layers)
         except _Abandoned:
             self.scheduler.abandoned()
             self._counters["chunks_abandoned"] += 1
             return
-        finished = time.monotonic()
-        self._clock.observe(batch.num_tokens, finished - started)
+        finished = self._clock()
+        self._step_clock.observe(batch.num_tokens, finished - started)
         for chunk in chunks:
             chunk.job.finished_at = finished
         self.scheduler.computed(chunks)
@@ -155,6 +179,7 @@ class PrefillNode:
         self._counters["chunks"] += len(chunks)
 
     def _between_layers(self) -> None:
+        self._layers += 1
         self._serve()
         if self.scheduler.all_aborted:
             raise _Abandoned
@@ -170,17 +195,33 @@ class PrefillNode:
                 if job is not None:
                     job.credit += message.size
             case AbortTransfer(transfer, epoch):
-                job = self._find(received.peer, transfer, epoch)
-                if job is not None:
-                    self.scheduler.abort(job)
-                    self._counters["transfers_aborted"] += 1
-                self._server.send(received.peer, TransferAborted(transfer, epoch, "asked"))
+                self._aborted(received.peer, transfer, epoch)
+            case Probe(transfer, epoch):
+                self._probed(received.peer, transfer, epoch)
+            case DebugRequest() as message:
+                self.debug.answer(received.peer, message)
             case Resync():
                 self._announcer.resync(received.peer)
             case Drain():
                 self._draining = True
             case message:
                 log.warning("ignored a %s from a %s", type(message).__name__, received.peer.role)
+
+    def _aborted(self, peer: Peer, transfer: int, epoch: int) -> None:
+        job = self._find(peer, transfer, epoch)
+        if job is not None:
+            self.scheduler.abort(job)
+            self._counters["transfers_aborted"] += 1
+        self._newest[peer.identity] = max(transfer, self._newest.get(peer.identity, 0))
+        self._server.send(peer, TransferAborted(transfer, epoch, "asked"))
+
+    def _probed(self, peer: Peer, transfer: int, epoch: int) -> None:
+        job = self._find(peer, transfer, epoch)
+        if job is None:
+            self._server.send(peer, TransferAborted(transfer, epoch, "unknown"))
+            return
+        working = job.state is JobState.OFFERED or job.remaining > 0
+        self._server.send(peer, Progress(transfer, epoch, working, job.sent))
 
     def _find(self, peer: Peer, number: int, epoch: int) -> Job | None:
         return self.scheduler.find(peer.identity, number, epoch)
@@ -189,11 +230,16 @@ class PrefillNode:
         if self._find(peer, offer.transfer, offer.epoch) is not None:
             self._counters["offers_duplicated"] += 1
             return
+        if offer.transfer <= self._newest.get(peer.identity, 0):
+            self._counters["offers_stale"] += 1
+            self._server.send(peer, TransferAborted(offer.transfer, offer.epoch, "ended"))
+            return
+        self._newest[peer.identity] = offer.transfer
         reason = self._refusal(peer, offer)
         job = None
         if not reason:
             try:
-                job = open_job(peer, offer, self._engine.spec.block_size, time.monotonic())
+                job = open_job(peer, offer, self._engine.spec.block_size, self._clock())
             except ValueError as error:
                 log.warning("an offer from %s makes no sense: %s", peer.role, error)
                 reason = "invalid"
@@ -221,11 +267,13 @@ class PrefillNode:
         return 0 <= min(job.tokens) <= max(job.tokens) < self._engine.spec.vocab_size
 
     def _accepted(self, job: Job) -> None:
-        job.finished_at = time.monotonic()
-        wait = self._clock.predict(self.scheduler.tokens_ahead(job)) if job.remaining else 0.0
+        job.finished_at = self._clock()
+        wait = self._step_clock.predict(self.scheduler.tokens_ahead(job)) if job.remaining else 0.0
         self._server.send(job.peer, Accepted(job.number, job.epoch, job.prefix, wait))
 
     def _ship(self) -> None:
+        if "transfer" in self.debug.hold:
+            return
         for job in list(self.scheduler.active):
             if job.state is JobState.ABORTED:
                 continue
@@ -263,6 +311,17 @@ class PrefillNode:
         )
         self.scheduler.complete(job)
 
+    def _observe(self, now: float) -> None:
+        waiting, active = self.scheduler.waiting, self.scheduler.active
+        head = waiting[0].last if waiting else 0
+        self._watch.observe(
+            now,
+            work=bool(active or (waiting and head <= self.pool.num_available)),
+            moved=(self._layers, self._counters["shipped_bytes"], len(active)),
+            reason=f"{len(active)} transfers active, {len(waiting)} wait for acceptance; "
+            f"the first needs up to {head} of {self.pool.num_available} free blocks",
+        )
+
     # -- state ----------------------------------------------------------------------------------
 
     def _state(self) -> NodeState:
@@ -272,11 +331,26 @@ class PrefillNode:
             draining=self._draining,
             counters={
                 **self._counters,
+                "stalls": self._watch.stalls,
                 "frames_malformed": self._server.counters.malformed,
                 "frames_stale": self._server.counters.stale,
                 "peers_refused": self._server.counters.refused,
             },
         )
+
+    def ledger(self) -> dict[str, object]:
+        """Everything that is held here and by whom; all zero when nobody wants anything."""
+        jobs = self.scheduler.active + self.scheduler.waiting
+        return {
+            "blocks": self.pool.ledger(),
+            "transfers": Counter(job.state.value for job in jobs),
+            "outbox_blocks": sum(
+                job.computed // self._engine.spec.block_size - job.sent
+                for job in self.scheduler.active
+                if job.computed // self._engine.spec.block_size > job.sent
+            ),
+            "queued": len(self.scheduler.waiting),
+        }
 
     def check(self) -> None:
         """Proves the invariants of everything this node owns."""

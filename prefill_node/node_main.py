@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 
 from kvferry.kvstore.boot import boot
+from kvferry.kvstore.debug import DebugSwitches
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.settings import parse
 from kvferry.prefill_node.config import PrefillConfig
@@ -45,6 +46,7 @@ def run(argv: Sequence[str]) -> int:
             config.max_num_batched_tokens,
             max_queued=config.max_num_queued_reqs,
             reuse=config.enable_prefix_caching,
+            debug=DebugSwitches(config.enable_debug, config.enable_test_hooks),
         )
         gc.freeze()  # what was loaded stays: no collection in the middle of a pass walks it
         node.run(booted.stop.fileno(), lambda: booted.stop.requested)

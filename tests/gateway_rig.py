@@ -9,9 +9,10 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +32,17 @@ from kvferry.kvstore.sockets import new_incarnation
 from kvferry.kvstore.wire import (
     PROTOCOL,
     Abort,
+    AnyMessage,
+    DebugReply,
+    DebugRequest,
     Done,
     Generate,
     Hello,
-    Load,
+    Inquire,
     PromptSources,
     Rejected,
+    Resync,
+    Running,
     Stages,
     StepOutput,
     Stop,
@@ -66,6 +72,16 @@ class Behaviour:
     cached: int = 0
     split_done: bool = False
     """`Done` only in the step after the last token."""
+    deaf: bool = False
+    """Its loop is stuck: it reads nothing and says nothing, but its connections stay."""
+    dies_at: int | None = None
+    """It ends, without a word, when a request would get the token with this index."""
+    loses: Callable[[AnyMessage], bool] = lambda message: False
+    """Which of its messages never arrive."""
+    ignores: Callable[[AnyMessage], bool] = lambda message: False
+    """Which messages never arrive there."""
+    repeats: bool = False
+    """Every message about a request arrives twice."""
 
 
 @dataclass
@@ -73,8 +89,9 @@ class _Live:
     peer: Peer
     generate: Generate
     ids: list[list[int]]
-    position: int = 0
-    ended: set[int] = field(default_factory=set)
+    at: list[int]
+    """The index of the next token, per choice."""
+    ended: set[int]
 
 
 class FakeDecode:
@@ -87,7 +104,10 @@ class FakeDecode:
         self.generates: list[Generate] = []
         self.stops: list[Stop] = []
         self.aborts: list[Abort] = []
+        self.resyncs: list[Resync] = []
+        self.asked: list[DebugRequest] = []
         self._live: dict[int, _Live] = {}
+        self._sayings: deque[AnyMessage] = deque()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = Router(self._context, address, new_incarnation())
         self.address = self._router.address
@@ -102,13 +122,25 @@ class FakeDecode:
         self._ending.set()
         self._thread.join(10)
 
+    @property
+    def dead(self) -> bool:
+        return self._ending.is_set()
+
     def _run(self) -> None:
         next_step = 0.0
         while not self._ending.is_set():
+            if self.does.deaf:
+                time.sleep(0.005)
+                continue
             now = time.monotonic()
             self._router.tick(now)
             for received in self._router.receive():
-                self._take(received.peer, received.message)
+                if not self.does.ignores(received.message):
+                    self._take(received.peer, received.message)
+            while self._sayings:
+                saying = self._sayings.popleft()
+                for peer in list(self._router.peers.values()):
+                    self._router.send(peer, saying)
             if now >= next_step and self._live and not self.does.hold:
                 next_step = now + self.does.pace
                 for live in list(self._live.values()):
@@ -118,13 +150,18 @@ class FakeDecode:
         self._router.close()
         self._context.destroy(linger=0)
 
+    def _send(self, peer: Peer, message: AnyMessage) -> None:
+        for _ in range(2 if self.does.repeats else 1):
+            if not self.does.loses(message):
+                self._router.send(peer, message)
+
     def _take(self, peer: Peer, message: object) -> None:
         if isinstance(message, Generate):
             self.generates.append(message)
             if self.does.reject:
-                self._router.send(peer, Rejected(message.request, self.does.reject, "no"))
+                self._send(peer, Rejected(message.request, self.does.reject, "no"))
                 return
-            self._live[message.request] = _Live(peer, message, _script(message))
+            self._live[message.request] = _open(peer, message)
         elif isinstance(message, Stop):
             self.stops.append(message)
             if message.request in self._live:
@@ -133,13 +170,28 @@ class FakeDecode:
         elif isinstance(message, Abort):
             self.aborts.append(message)
             self._live.pop(message.request, None)
+        elif isinstance(message, Inquire):
+            live = self._live.get(message.request)
+            if live is None:
+                self._send(peer, Rejected(message.request, "unknown_request", "no"))
+            else:
+                self._send(peer, Running(message.request, tuple(live.at)))
+        elif isinstance(message, Resync):
+            self.resyncs.append(message)
+        elif isinstance(message, DebugRequest):
+            self.asked.append(message)
+            self._send(peer, DebugReply(message.number, b'{"kind": "%s"}' % message.kind.encode()))
 
     def _step(self, live: _Live) -> None:
-        generate, at = live.generate, live.position
+        generate = live.generate
         tokens = []
         for choice, ids in enumerate(live.ids):
             if choice in live.ended:
                 continue
+            at = live.at[choice]
+            if at == self.does.dies_at:
+                self._ending.set()
+                return
             token, finish = ids[at % len(ids)], ""
             if token in generate.stop_token_ids and at + 1 >= generate.min_tokens:
                 finish = f"stop:{token}"
@@ -149,11 +201,11 @@ class FakeDecode:
                 finish = "length"
             top = ((token, -0.5), (token + 1, -1.5))[: generate.sampling.logprobs or 0]
             tokens.append(Token(generate.request, choice, at, token, finish, -0.5, top))
+            live.at[choice] += 1
             if finish:
                 live.ended.add(choice)
-        live.position += 1
         if tokens:
-            self._router.send(live.peer, StepOutput(tuple(tokens)))
+            self._send(live.peer, StepOutput(tuple(tokens)))
         if not tokens or not self.does.split_done:
             self._finish(live)
 
@@ -163,13 +215,18 @@ class FakeDecode:
             return
         size, cached = len(generate.prompt) // 4, self.does.cached
         sources = PromptSources(device=cached, prefill=size - cached)
-        done = Done(generate.request, sources, Stages(1, 2, 3, 4, 5, 6), 7, live.position, 8, 0, 0)
-        self._router.send(live.peer, done)
+        done = Done(generate.request, sources, Stages(1, 2, 3, 4, 5, 6), 7, max(live.at), 8, 0, 0)
+        self._send(live.peer, done)
         del self._live[generate.request]
 
-    def report(self, load: Load) -> None:
-        for peer in list(self._router.peers.values()):
-            self._router.send(peer, load)
+    def say(self, message: AnyMessage) -> None:
+        """Tells every gateway something, unasked."""
+        self._sayings.append(message)
+
+
+def _open(peer: Peer, generate: Generate) -> _Live:
+    outputs = [len(ids) // 4 for ids in generate.outputs] or [0] * generate.choices
+    return _Live(peer, generate, _script(generate), outputs, set(generate.finished))
 
 
 def _script(generate: Generate) -> list[list[int]]:

@@ -169,7 +169,7 @@ class Cluster:
             sampling=GREEDY,
             seed=1,
             choices=1,
-            prefill_node=self.addresses[0] if self.addresses else "",
+            prefill_nodes=tuple(self.addresses),
         )
         self._next += 1
         fields = {name: getattr(base, name) for name in base.__struct_fields__}

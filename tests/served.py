@@ -18,6 +18,7 @@ import httpx
 from kvferry.kernels.standin import MODEL_TYPE
 
 START_S = 120.0
+ROLES = ("gateway", "prefill", "decode")
 
 
 class Served:
@@ -53,20 +54,27 @@ class Served:
         return found[0]
 
     def children(self) -> dict[str, int]:
-        """Process ids of the roles, by role."""
-        found = subprocess.run(
-            ["ps", "-o", "pid=,args=", "--ppid", str(self.process.pid)],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        rows = [line.split(None, 1) for line in found.stdout.splitlines()]
+        """Process ids of the roles, by role; numbered where there are several of one."""
+        found: dict[str, list[int]] = {}
+        for entry in Path("/proc").iterdir():
+            role = self._role(entry) if entry.name.isdecimal() else None
+            if role is not None:
+                found.setdefault(role, []).append(int(entry.name))
         return {
-            role: int(pid)
-            for pid, args in rows
-            for role in ("gateway", "prefill", "decode")
-            if f"kvferry {role}" in args
+            role if len(pids) == 1 else f"{role}-{number}": pid
+            for role, pids in found.items()
+            for number, pid in enumerate(sorted(pids))
         }
+
+    def _role(self, entry: Path) -> str | None:
+        """The role of a process, if it is a child of this supervisor."""
+        try:
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            command = (entry / "cmdline").read_bytes().split(b"\0")
+        except (OSError, IndexError):
+            return None  # it has just ended
+        roles = (role for role in ROLES if role.encode() in command[:6])
+        return next(roles, None) if parent == self.process.pid else None
 
     # -- asking ---------------------------------------------------------------------------------
 

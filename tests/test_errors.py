@@ -27,7 +27,7 @@ CODES = {
     "shutting_down": 503,
     "context_length_exceeded": 400,
     "invalid_request": 400,
-    "deadline_exceeded": 504,
+    "deadline_exceeded": 503,
     "engine_error": 500,
     "something_new": 500,
 }

@@ -117,8 +117,7 @@ class Mix:
             assert all(getattr(stages, name) >= 0 for name in stages.__struct_fields__)
         self.cluster.until(self.cluster.idle)
         decode = self.cluster.decode
-        assert not decode._requests
-        assert not decode.receiver._attempts and not decode.receiver._unsent
+        assert not decode.desk
 
 
 @pytest.mark.B1

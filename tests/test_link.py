@@ -203,6 +203,14 @@ def test_a_server_that_still_loads_is_waited_for(context: Context) -> None:
     turn(server, client, until=lambda: client.state is LinkState.READY)
 
 
+@pytest.mark.parametrize("address", ["inproc://zeromq.zap.01", "inproc://x", "pgm://x", "../", ""])
+def test_an_address_that_does_not_lead_to_another_process_is_none(
+    context: Context, address: str
+) -> None:
+    with pytest.raises(zmq.ZMQError):
+        Client(context, address, Hello(PROTOCOL, "decode", {}), new_incarnation())
+
+
 def test_clocks_are_compared_by_probes(context: Context) -> None:
     server = serve(context)
     client = connect(context, server)

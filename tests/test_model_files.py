@@ -46,7 +46,7 @@ class FakeConverter:
         code = (
             "import json, os, pathlib, sys; source, target = map(pathlib.Path, sys.argv[1:]);"
             "text = source.read_text(); print('convert: half done', file=sys.stderr, flush=True);"
-            "'bad' in text and sys.exit('convert: no such tensor');"
+            "'bad' in text and sys.exit('error: no such tensor');"
             "part = target.with_name('.' + target.name + '.part'); part.mkdir();"
             "(part / 'config.json').write_text('{}');"
             "(part / 'model.safetensors').write_text(text); os.rename(part, target)"

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.gateway import serve_config
-from kvferry.gateway.serve_config import Place, ServeConfig, place, role_specs
+from kvferry.gateway.serve_config import Place, ServeConfig, place, role_specs, shares
 from kvferry.gateway.supervision import Report, ReportReader, Restarts
 from kvferry.gateway.supervisor import bind, url
 from kvferry.kvstore.errors import ConfigError
@@ -285,9 +285,25 @@ def test_cores_as_told() -> None:
     assert placement.decode.cores == placement.prefill.cores == {core}
 
 
+@pytest.mark.D8
+def test_several_nodes_of_a_role_are_numbered_and_share_its_cores() -> None:
+    config = ServeConfig(decode_nodes=2, prefill_nodes=3)
+    model = ModelFiles(Path("/models/m"), "m")
+    _, nodes = role_specs(config, place(config, frozenset(range(8))), model, {})
+    assert [node.name for node in nodes] == [
+        "decode-0",
+        "decode-1",
+        "prefill-0",
+        "prefill-1",
+        "prefill-2",
+    ]
+    assert [node.role for node in nodes[1:3]] == ["decode", "prefill"]
+    assert "--cores=0,2" in nodes[0].command and "--cores=1,3" in nodes[1].command
+    assert all("--cores=0-7" in node.command for node in nodes[2:])
+    assert shares(Place(frozenset({0})), 2) == [Place(frozenset({0}))] * 2
+
+
 def test_what_serve_refuses() -> None:
-    with pytest.raises(ConfigError, match="--prefill-nodes 2: more than one prefill node is not"):
-        place(ServeConfig(prefill_nodes=2), FOUR_CORES)
     with pytest.raises(ConfigError, match="--prefill-cores 1 without a prefill node"):
         place(ServeConfig(prefill_nodes=0, prefill_cores="1"), FOUR_CORES)
 

@@ -6,6 +6,7 @@ import random
 
 import msgspec
 import pytest
+import xxhash
 
 from kvferry.kvstore import wire
 from kvferry.kvstore.errors import MalformedFrame
@@ -38,6 +39,12 @@ EXAMPLES: list[wire.AnyMessage] = [
     wire.Complete(1, 1, 0, 1, 1.0, 2.0),
     wire.AbortTransfer(1, 1),
     wire.TransferAborted(1, 1, "asked"),
+    wire.Inquire(1),
+    wire.Running(1, (3, 4)),
+    wire.DebugRequest(1, "ledger", b""),
+    wire.DebugReply(1, b"{}"),
+    wire.Probe(1, 1),
+    wire.Progress(1, 1, True, 4),
 ]
 
 
@@ -82,8 +89,20 @@ def test_a_header_must_announce_its_payloads() -> None:
     ],
 )
 def test_a_header_of_the_wrong_shape_is_refused(body: object) -> None:
-    with pytest.raises(MalformedFrame):
-        wire.decode(msgspec.msgpack.encode([1, 2, body]), ())
+    encoded = msgspec.msgpack.encode([1, 2, body])
+    with pytest.raises(MalformedFrame, match="not a message"):
+        wire.decode(encoded + xxhash.xxh3_64_digest(encoded), ())
+
+
+@pytest.mark.D7
+def test_no_flipped_bit_of_a_header_gets_through() -> None:
+    for message in EXAMPLES:
+        whole = wire.encode(wire.Envelope(1, 2, message))
+        for bit in range(8 * len(whole)):
+            damaged = bytearray(whole)
+            damaged[bit // 8] ^= 1 << bit % 8
+            with pytest.raises(MalformedFrame, match="checksum"):
+                wire.decode(bytes(damaged), sizes(message))
 
 
 @pytest.mark.B5

@@ -1,0 +1,178 @@
+"""What is lost, late, repeated, declined or dead in a hand-off costs only time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+
+from kvferry.kvstore.watch import StallWatch
+from kvferry.kvstore.wire import (
+    Abort,
+    AbortTransfer,
+    Accepted,
+    AnyMessage,
+    Blocks,
+    Complete,
+    Credit,
+    Inquire,
+    Message,
+    Offer,
+    Progress,
+    Rejected,
+    Running,
+    TransferAborted,
+)
+from kvferry.tests.harness import STANDIN, Cluster, prompt_of
+
+
+@pytest.fixture(params=[1, 0], ids=["apart", "alone"])
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    made = Cluster(request.param)
+    yield made
+    made.until(made.idle)
+    made.close()
+
+
+@pytest.mark.B3
+@pytest.mark.parametrize("turns", [1, 2, 3, 5])
+def test_another_prefill_node_takes_over_from_a_dead_one(turns: int) -> None:
+    cluster = Cluster(2)
+    for number in range(2):  # both links are up
+        addresses = (cluster.addresses[number],)
+        cluster.ask(prompt_of(200, seed=50 + number), prefill_nodes=addresses)
+    prompts = [prompt_of(3000, seed=number) for number in range(3)]
+    answers = [cluster.submit(cluster.message(prompt)) for prompt in prompts]
+    for _ in range(turns):
+        cluster.turn()
+    cluster.prefill.pop(0)._server.close()
+    cluster.until(lambda: all(answer.ended for answer in answers))
+    for prompt, answer in zip(prompts, answers, strict=True):
+        assert answer.ids() == cluster.reply(prompt)
+        assert answer.done is not None and answer.done.sources.prefill > 2000
+    cluster.until(cluster.idle)
+    cluster.close()
+
+
+def test_another_prefill_node_is_asked_when_the_first_declines() -> None:
+    cluster = Cluster(2)
+    cluster.prefill[0]._draining = True
+    answer = cluster.ask(prompt_of(1000))
+    assert answer.ids() == cluster.reply(prompt_of(1000))
+    assert answer.done is not None and answer.done.sources.prefill == 992
+    cluster.close()
+
+
+class Lossy:
+    """Wraps a node's `send`: the messages for which `wanted` says so never leave."""
+
+    def __init__(self, node: object, wanted: Callable[[AnyMessage], bool]) -> None:
+        self.lost = 0
+        self._wanted = wanted
+        self._send = node.send  # type: ignore[attr-defined]
+        node.send = self.send  # type: ignore[attr-defined]
+
+    def send(self, *args: object) -> bool:
+        if any(isinstance(one, Message) and self._wanted(one) for one in args):  # type: ignore[arg-type]
+            self.lost += 1
+            return True
+        sent: bool = self._send(*args)
+        return sent
+
+
+@pytest.mark.D7
+@pytest.mark.parametrize(
+    "kind", [Accepted, Blocks, Complete, TransferAborted, Progress], ids=lambda kind: kind.__name__
+)
+def test_a_lost_frame_of_the_prefill_node_costs_only_time(kind: type) -> None:
+    cluster = Cluster(1)
+    lossy = Lossy(cluster.prefill[0]._server, lambda one: isinstance(one, kind) and lossy.lost == 0)
+    answer = cluster.ask(prompt_of(2000))
+    assert answer.ids() == cluster.reply(prompt_of(2000)) and answer.cached == 0
+    message = cluster.message(prompt_of(2000, seed=1))
+    cluster.submit(message)
+    for _ in range(3):
+        cluster.turn()
+    cluster.gateway.send(Abort(message.request))
+    cluster.until(cluster.idle)
+    cluster.close()
+
+
+@pytest.mark.D7
+@pytest.mark.parametrize("kind", [Offer, Credit, AbortTransfer], ids=lambda kind: kind.__name__)
+def test_a_lost_frame_of_the_decode_node_costs_only_time(kind: type) -> None:
+    large = replace(STANDIN, kv_bytes_per_token=1 << 17)  # 2 MiB a block: credit matters
+    cluster = Cluster(1, config=large, decode_blocks=100, prefill_blocks=100)
+    cluster.ask(prompt_of(150, seed=7), max_tokens=1)
+    link = cluster.decode.receiver.links.ready(cluster.addresses[0])
+    assert link is not None
+    lossy = Lossy(link, lambda one: isinstance(one, kind) and lossy.lost < 8)
+    answer = cluster.ask(prompt_of(700), max_tokens=2)
+    assert answer.ids() == cluster.reply(prompt_of(700), 2)
+    message = cluster.message(prompt_of(700, seed=1))
+    cluster.submit(message)
+    for _ in range(3):
+        cluster.turn()
+    cluster.gateway.send(Abort(message.request))
+    cluster.until(cluster.idle)
+    assert lossy.lost > 0
+    cluster.close()
+
+
+@pytest.mark.B3
+def test_a_prefill_node_that_stalls_is_given_up() -> None:
+    cluster = Cluster(2)
+    cluster.ask(prompt_of(200, seed=50), prefill_nodes=(cluster.addresses[0],))
+    answer = cluster.submit(cluster.message(prompt_of(3000)))
+    cluster.until(lambda: cluster.decode.receiver.inbox.num_landed > 20)
+    cluster.prefill[0].turn = lambda: None  # type: ignore[method-assign]
+    cluster.until(lambda: answer.ended, seconds=10)
+    assert answer.ids() == cluster.reply(prompt_of(3000))
+    assert cluster.decode.receiver.links.stalls == 1
+    cluster.close()
+
+
+def test_a_repeated_generate_runs_once(cluster: Cluster) -> None:
+    message = cluster.message(prompt_of(300))
+    answer = cluster.submit(message)
+    cluster.gateway.send(message)
+    cluster.until(lambda: answer.ended)
+    cluster.gateway.send(message)
+    for _ in range(20):
+        cluster.turn()
+    assert answer.ids() == cluster.reply(prompt_of(300)) and answer.rejected is None
+    assert cluster.decode.desk.counters["requests_repeated"] == 2
+
+
+def test_a_gateway_may_ask_how_far_a_request_is(cluster: Cluster) -> None:
+    message = cluster.message(prompt_of(30), max_tokens=2000)
+    answer = cluster.submit(message)
+    cluster.until(lambda: len(answer.ids()) > 3)
+    for number, expected in ((message.request, Running), (12345, Rejected)):
+        cluster.gateway.send(Inquire(number))
+        found: list[AnyMessage] = []
+        deadline = time.monotonic() + 5
+        while not found and time.monotonic() < deadline:
+            cluster.decode.turn()
+            for received in cluster.gateway.receive():
+                if isinstance(received.message, Running | Rejected):
+                    found.append(received.message)
+                else:
+                    cluster._collect(received.message)
+        assert isinstance(found[0], expected)
+    cluster.gateway.send(Abort(message.request))
+
+
+def test_the_watch_speaks_up_once_when_nothing_moves(caplog: pytest.LogCaptureFixture) -> None:
+    watch = StallWatch("decode")
+    for now in (0.0, 1.0, 1.9):
+        watch.observe(now, work=True, moved=1, reason="three wait")
+    assert not caplog.records
+    for now in (2.1, 5.0, 9.0):
+        watch.observe(now, work=True, moved=1, reason="three wait")
+    assert watch.stalls == 1 and "three wait" in caplog.text
+    watch.observe(10.0, work=True, moved=2, reason="")
+    watch.observe(11.0, work=True, moved=2, reason="")
+    assert watch.stalls == 1

@@ -1,0 +1,363 @@
+"""Several nodes of each kind under one `serve`: real processes, deaths, stops and crowds."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvferry.kernels.standin import StandinConfig, standin_reply, write_standin_model
+from kvferry.tests.gateway_rig import wait_until
+from kvferry.tests.served import Served
+
+ADMIN = {"authorization": "Bearer root"}
+SOURCES = ("device", "host", "disk", "remote", "prefill", "decode")
+DEBUG = ("--enable-debug", "--enable-test-hooks", "--admin-api-key=root")
+
+
+def prompt_of(length: int, seed: int) -> list[int]:
+    return [3 + (seed * 101 + index * 31 + index // 7) % 250 for index in range(length)]
+
+
+@contextmanager
+def serving(folder: Path, *flags: str, **model: Any) -> Iterator[tuple[Served, StandinConfig]]:
+    config = write_standin_model(folder / "standin", **model)
+    served = Served(folder / "standin", folder / "log", *DEBUG, *flags)
+    try:
+        yield served, config
+    finally:
+        assert served.stop() == 0, (folder / "log").read_text()
+
+
+@dataclass
+class Stream:
+    """One streamed answer, read as it comes."""
+
+    prompt: list[int]
+    count: int
+    ids: list[int] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    error: str = ""
+    whole: bool = False
+
+    def read(self, server: str) -> None:
+        body = {"prompt": self.prompt, "max_tokens": self.count, "stream": True, "temperature": 0,
+                "ignore_eos": True, "return_token_ids": True}  # fmt: skip
+        try:
+            url = server + "/v1/completions"
+            with httpx.stream("POST", url, json=body, timeout=60) as response:
+                assert response.status_code == 200, response.read()
+                for line in response.iter_lines():
+                    if line.startswith("data: "):
+                        self._take(line.removeprefix("data: "))
+        except httpx.HTTPError as error:
+            self.error = repr(error)
+
+    def _take(self, data: str) -> None:
+        if data == "[DONE]":
+            self.whole = True
+            return
+        event = json.loads(data)
+        if "error" in event:
+            self.error = event["error"]["code"]
+        for choice in event.get("choices", []):
+            self.ids += choice["token_ids"]
+            self.reasons += [choice["finish_reason"]] * bool(choice["finish_reason"])
+
+
+def at_once(works: Sequence[Callable[[], None]]) -> list[threading.Thread]:
+    threads = [threading.Thread(target=work) for work in works]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def ledger(served: Served) -> dict[str, Any]:
+    found: dict[str, Any] = served.http.get("/debug/ledger", headers=ADMIN).json()
+    return found
+
+
+def idle(served: Served) -> bool:
+    """Nothing is open, here or at any node."""
+    found = ledger(served)["gateway"]
+    return not (found["requests"] or any(link["requests"] for link in found["links"]))
+
+
+def resumed(served: Served) -> float:
+    return served.metric("kvferry_requests_resumed_total")
+
+
+@pytest.mark.C7
+def test_thirty_streams_survive_the_death_of_a_decode_node(tmp_path: Path) -> None:
+    flags = ("--decode-nodes=2", "--prefill-nodes=1")
+    with serving(tmp_path, *flags, seconds_per_pass=0.005) as (served, config):
+        streams = [Stream(prompt_of(20 + 37 * (seed % 10), seed), 60) for seed in range(30)]
+        threads = at_once([partial(it.read, served.url) for it in streams])
+        wait_until(lambda: sum(len(it.ids) >= 5 for it in streams) >= 10, 30)
+        os.kill(served.children()["decode-0"], signal.SIGKILL)
+        for thread in threads:
+            thread.join(60)
+        for it in streams:
+            assert it.ids == standin_reply(it.prompt, config, it.count), (it.error, len(it.ids))
+            assert it.whole and it.reasons == ["length"]
+        assert resumed(served) > 0
+        wait_until(lambda: idle(served))
+        served.wait_until_ready()
+        wait_until(lambda: not served.http.get("/ready").json()["absent"], 30)
+        assert "the decode-0 node ended (SIGKILL)" in served.log.read_text()
+
+
+@pytest.mark.C7
+def test_thirty_streams_survive_the_death_of_a_prefill_node(tmp_path: Path) -> None:
+    flags = ("--decode-nodes=1", "--prefill-nodes=2")
+    with serving(tmp_path, *flags, seconds_per_token=0.0001) as (served, config):
+        streams = [Stream(prompt_of(500 + 37 * (seed % 10), seed), 10) for seed in range(30)]
+        threads = at_once([partial(it.read, served.url) for it in streams])
+        time.sleep(0.3)
+        os.kill(served.children()["prefill-0"], signal.SIGKILL)
+        for thread in threads:
+            thread.join(60)
+        for it in streams:
+            assert it.ids == standin_reply(it.prompt, config, it.count), (it.error, len(it.ids))
+        assert resumed(served) == 0, "the decode node does not need the gateway for that"
+
+
+@pytest.mark.C7
+@pytest.mark.D1
+def test_a_stopped_decode_node_is_stalled_and_comes_back(tmp_path: Path) -> None:
+    with serving(tmp_path, "--decode-nodes=2", seconds_per_pass=0.02) as (served, config):
+        streams = [Stream(prompt_of(30, seed), 100) for seed in range(6)]
+        threads = at_once([partial(it.read, served.url) for it in streams])
+        wait_until(lambda: all(len(it.ids) >= 5 for it in streams), 30)
+        stopped = served.children()["decode-1"]
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            for thread in threads:
+                thread.join(30)
+            for it in streams:
+                assert it.ids == standin_reply(it.prompt, config, it.count), it.error
+            assert resumed(served) > 0
+            assert served.http.get("/ready").json()["status"] == "degraded"
+            begun = time.monotonic()
+            assert served.ids([5], 3) == standin_reply([5], config, 3)
+            assert time.monotonic() - begun < 1.5, "it was sent to a stopped node"
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        wait_until(lambda: served.http.get("/ready").json()["status"] == "ready", 10)
+        assert stopped in served.children().values(), "it was not restarted"
+        wait_until(lambda: idle(served))
+
+
+@pytest.mark.D1
+def test_readiness_while_the_only_decode_node_is_stopped(tmp_path: Path) -> None:
+    with serving(tmp_path, "--prefill-nodes=0") as (served, config):
+        pid = served.children()["decode"]
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            took = wait_until(lambda: served.http.get("/ready").status_code == 503, 10)
+            assert took <= 5
+            assert served.http.get("/health").status_code == 200
+            begun = time.monotonic()
+            refused = served.post("/v1/completions", {"prompt": "x"})
+            assert refused.status_code == 503 and 1 <= int(refused.headers["retry-after"]) <= 30
+            assert time.monotonic() - begun < 0.5
+            time.sleep(5)  # until the link counts as dead, too
+            assert served.http.get("/ready").status_code == 503
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: served.http.get("/ready").status_code == 200, 10)
+        assert served.ids([5], 3) == standin_reply([5], config, 3)
+
+
+@pytest.mark.A8
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_fifty_at_once_compute_a_shared_prefix_once(tmp_path: Path, nodes: int) -> None:
+    flags = (f"--decode-nodes={nodes}", "--prefill-nodes=1", "--max-num-seqs=64")
+    with serving(tmp_path, *flags, seconds_per_pass=0.002) as (served, config):
+        shared, count = prompt_of(640, 1), 50
+        prompts = [shared + prompt_of(17, seed + 2) for seed in range(count)]
+        answers: list[dict[str, Any]] = []
+
+        def ask(prompt: list[int]) -> None:
+            body = {"prompt": prompt, "max_tokens": 3, "temperature": 0, "ignore_eos": True,
+                    "return_token_ids": True}  # fmt: skip
+            answer = httpx.post(served.url + "/v1/completions", json=body, timeout=60).json()
+            assert answer["choices"][0]["token_ids"] == standin_reply(prompt, config, 3)
+            answers.append(answer)
+
+        for thread in at_once([partial(ask, it) for it in prompts]):
+            thread.join(60)
+        assert len(answers) == count
+        totals = dict.fromkeys(SOURCES, 0)
+        for answer in answers:
+            usage, tokens = answer["usage"], answer["timings"]["prompt_tokens"]
+            cached = usage["prompt_tokens_details"]["cached_tokens"]
+            assert cached == usage["prompt_tokens"] - tokens["prefill"] - tokens["decode"]
+            assert sum(tokens.values()) == usage["prompt_tokens"]
+            for name in SOURCES:
+                totals[name] += tokens[name]
+        for name in SOURCES:
+            label = {"source": name}
+            assert served.metric("kvferry_prompt_tokens_by_source_total", **label) == totals[name]
+        assert served.metric("kvferry_prompt_tokens_cached_total") == totals["device"]
+        assert served.metric("kvferry_prompt_tokens_total") == sum(totals.values())
+        computed = totals["prefill"] + totals["decode"]
+        # Each tail is computed; the shared part once, and once more for a second decode node
+        # at most.
+        assert 640 + count * 17 <= computed <= nodes * 640 + count * (17 + 16)
+        wait_until(lambda: idle(served))
+
+
+@pytest.mark.D8
+def test_all_start_together_again_and_again(tmp_path: Path) -> None:
+    for number in range(4):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        flags = ("--decode-nodes=2", "--prefill-nodes=2")
+        with serving(folder, *flags) as (served, config):
+            assert served.http.get("/ready").json() == {"status": "ready", "absent": []}
+            names = {"gateway", "decode-0", "decode-1", "prefill-0", "prefill-1"}
+            assert set(served.children()) == names
+            prompt = prompt_of(300, number)
+            assert served.ids(prompt, 5) == standin_reply(prompt, config, 5)
+
+
+@pytest.mark.D11
+def test_a_full_queue_refuses_at_once(tmp_path: Path) -> None:
+    flags = ("--max-num-queued-reqs=50", "--max-num-seqs=4", "--prefill-nodes=1")
+    with serving(tmp_path, *flags, seconds_per_pass=0.01) as (served, _):
+        statuses: list[tuple[int, float]] = []
+
+        def ask(seed: int) -> None:
+            begun = time.monotonic()
+            body = {"prompt": prompt_of(300, seed), "max_tokens": 10, "temperature": 0}
+            response = httpx.post(served.url + "/v1/completions", json=body, timeout=120)
+            took = time.monotonic() - begun
+            statuses.append((response.status_code, took))
+            if response.status_code == 503:
+                assert response.json()["error"]["code"] == "server_overloaded"
+                assert response.json()["error"]["type"] == "service_unavailable_error"
+                assert 1 <= int(response.headers["retry-after"]) <= 30
+
+        hold(served, ["prefill"])
+        threads = at_once([partial(ask, seed) for seed in range(200)])
+        wait_until(lambda: len(statuses) >= 146, 30)
+        hold(served, [])
+        for thread in threads:
+            thread.join(120)
+        refused = [took for status, took in statuses if status == 503]
+        assert len(refused) == 200 - 50 - 4
+        assert [status for status, _ in statuses].count(200) == 54
+        computed = served.metric("kvferry_node_computed_tokens_total", role="prefill")
+        assert computed <= 54 * 300, "work for a refused request"
+
+
+def hold(served: Served, stages: list[str]) -> None:
+    body = {"node": "all", "hold": stages}
+    response = served.http.post("/debug/faults", json=body, headers=ADMIN)
+    assert response.status_code == 200, response.text
+    assert not any("error" in node for node in response.json()["nodes"]), response.text
+
+
+@pytest.mark.D7
+def test_faults_between_gateway_and_nodes_change_no_answer(tmp_path: Path) -> None:
+    rules = [
+        {"action": "drop", "probability": 0.03},
+        {"action": "duplicate", "probability": 0.05},
+        {"action": "reorder", "probability": 0.05},
+        {"action": "delay", "probability": 0.05, "seconds": 0.05},
+        {"action": "corrupt", "probability": 0.01},
+    ]
+    flags = ("--decode-nodes=2", "--prefill-nodes=1")
+    with serving(tmp_path, *flags) as (served, config):
+        for node in ("all", "gateway"):
+            body = {"node": node, "rules": rules, "seed": 3}
+            assert served.http.post("/debug/faults", json=body, headers=ADMIN).status_code == 200
+        streams = [Stream(prompt_of(20 + 61 * (seed % 9), seed), 30) for seed in range(24)]
+        for thread in at_once([partial(it.read, served.url) for it in streams]):
+            thread.join(60)
+        for it in streams:
+            assert it.ids == standin_reply(it.prompt, config, it.count), (it.error, len(it.ids))
+            assert it.whole and it.reasons == ["length"]
+        for node in ("all", "gateway"):
+            served.http.post("/debug/faults", json={"node": node, "clear": True}, headers=ADMIN)
+        wait_until(lambda: idle(served))
+        found = ledger(served)
+        assert found["gateway"]["check"] == {"nodes": "ok", "service": "ok"}
+        assert all("error" not in node for node in found["nodes"])
+
+
+def test_two_gateways_share_the_nodes(tmp_path: Path) -> None:
+    with serving(tmp_path, "--decode-nodes=2", seconds_per_pass=0.005) as (served, config):
+        links = ledger(served)["gateway"]["links"]
+        flags = [f"--{link['role']}-node={link['address']}" for link in links]
+        with second_gateway(tmp_path / "standin", flags) as (other, url):
+            streams = [Stream(prompt_of(20 + 37 * seed, seed), 40) for seed in range(12)]
+            lost = Stream(prompt_of(30, 77), 4000)
+            servers = [served.url] * 6 + [url] * 6
+            readers = [partial(it.read, at) for it, at in zip(streams, servers, strict=True)]
+            (doomed,) = at_once([partial(lost.read, url)])
+            for thread in at_once(readers):
+                thread.join(60)
+            for it in streams:
+                assert it.ids == standin_reply(it.prompt, config, it.count), it.error
+            assert len(lost.ids) > 0
+            other.kill()
+            doomed.join(60)
+            assert lost.error and not lost.reasons
+        wait_until(lambda: all(node["requests"] == 0 for node in ledger(served)["nodes"][:2]))
+        assert served.ids([5], 3) == standin_reply([5], config, 3)
+
+
+@contextmanager
+def second_gateway(model: Path, flags: list[str]) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    reader, writer = os.pipe()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "kvferry", "gateway", str(model), *flags,
+             f"--fd={listener.fileno()}", f"--status-fd={writer}"],
+            pass_fds=[listener.fileno(), writer],
+        )  # fmt: skip
+    os.close(writer)
+    try:
+        with open(reader) as reports:
+            assert json.loads(reports.readline()) == {"ready": True}
+        yield process, f"http://127.0.0.1:{port}"
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def test_the_ledger_needs_its_switch_and_the_admin_key(tmp_path: Path) -> None:
+    with serving(tmp_path) as (served, _):
+        assert served.http.get("/debug/ledger").status_code == 401
+        wrong = {"x-api-key": "other"}
+        assert served.http.get("/debug/ledger", headers=wrong).status_code == 401
+        found = served.http.get("/debug/ledger", headers={"x-api-key": "root"}).json()
+        assert {node["name"] for node in found["nodes"]} == {"decode-0", "prefill-0"}
+        own = found["gateway"]
+        assert own["requests"] == own["choices"] == 0 and own["process"]["open_fds"] > 0
+        assert {link["state"] for link in own["links"]} == {"usable"}
+        for body, param in (
+            ({"node": "nobody"}, "node"),
+            ({"node": "all", "rules": [{"action": "explode"}]}, "rules"),
+            ({"node": "gateway", "preempt": 1}, "preempt"),
+            ({}, "node"),
+        ):
+            refused = served.http.post("/debug/faults", json=body, headers=ADMIN)
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == param
