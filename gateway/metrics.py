@@ -41,7 +41,7 @@ _COUNTED = {
     "inquiries": "Questions after requests from which nothing came.",
     "strays": "Requests that ran on although nobody waited for them.",
 }
-"""What the gateway counts of each node."""
+"""What the gateway itself counts of each node; `kvferry_node_…` are the nodes' own counts."""
 STAGES = ("queue", "lookup", "load", "prefill", "transfer", "first_step")
 
 
@@ -179,7 +179,7 @@ class _NodeCollector(Collector):
             "kvferry_kv_cache_blocks_cached", "Blocks kept for reuse.", labels=labels
         )
         counted = {
-            name: CounterMetricFamily(f"kvferry_node_{name}", help, labels=labels)
+            name: CounterMetricFamily(f"kvferry_link_{name}", help, labels=labels)
             for name, help in _COUNTED.items()
         }
         for node in self._nodes:

@@ -343,7 +343,7 @@ def test_a_stalled_nodes_requests_go_on_elsewhere_and_it_comes_back(tmp_path: Pa
         for _ in range(2):
             answer(rig)
         assert len(first.generates) > 1
-        assert "kvferry_node_stalls_total" in rig.get("/metrics").text
+        assert "kvferry_link_stalls_total" in rig.get("/metrics").text
 
 
 @pytest.mark.D1
@@ -510,7 +510,7 @@ def test_a_gap_is_asked_to_be_filled(tmp_path: Path) -> None:
         wait_until(lambda: len(only.resyncs) > asked + 1, 3)  # the answer did not come
         only.say(KeyBatch(2, True, bytes(range(16)), b""))
         wait_until(lambda: len(node.keys) == 1)
-        assert "kvferry_node_key_gaps_total" in rig.get("/metrics").text
+        assert "kvferry_link_key_gaps_total" in rig.get("/metrics").text
 
 
 def test_messages_of_strange_requests_are_ignored(rigged: Rig) -> None:

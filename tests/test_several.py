@@ -346,6 +346,13 @@ def second_gateway(model: Path, flags: list[str]) -> Iterator[tuple[subprocess.P
 def test_the_ledger_needs_its_switch_and_the_admin_key(tmp_path: Path) -> None:
     with serving(tmp_path) as (served, _):
         assert served.http.get("/debug/ledger").status_code == 401
+        wait_until(lambda: "kvferry_node_stalls_total" in served.http.get("/metrics").text)
+        families = [
+            line
+            for line in served.http.get("/metrics").text.splitlines()
+            if line.startswith("# TY")
+        ]
+        assert len(families) == len(set(families)), "two series of one name"
         wrong = {"x-api-key": "other"}
         assert served.http.get("/debug/ledger", headers=wrong).status_code == 401
         found = served.http.get("/debug/ledger", headers={"x-api-key": "root"}).json()
