@@ -4,7 +4,7 @@ ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install
 
-.PHONY: serve test check bench bench-equality soak lock clean
+.PHONY: serve test check acceptance bench bench-equality soak lock clean
 
 serve: .venv/ready
 	@$(BIN)/kvferry serve $(ARGS)
@@ -20,6 +20,9 @@ bench: .venv/chats
 
 bench-equality: .venv/chats
 	@$(BIN)/python -m kvferry.bench.equality $(ARGS)
+
+acceptance: .venv/ready
+	@$(BIN)/python -m kvferry.tests.acceptance $(ARGS)
 
 soak: .venv/ready
 	@$(BIN)/python -m kvferry.tests.soak $(ARGS)

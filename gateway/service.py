@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from threading import Barrier
 
 from kvferry.gateway.auth import Keys
 from kvferry.gateway.config import GatewayConfig
@@ -35,7 +36,7 @@ class Gateway:
         self.keys = Keys(config.api_key)
         self.admin_keys = Keys((config.admin_api_key,) if config.admin_api_key else ())
         self.metrics = Metrics(model.name, nodes, self.unanswered)
-        self._executor = ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer")
+        self._executor = _all_threads(ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer"))
         self.prompts = PromptMaker(model, self._executor)
         self.draining = False
         self.open: set[Generation] = set()
@@ -138,3 +139,11 @@ class Gateway:
     def fail_all(self, error: ApiError) -> None:
         for generation in self.open:
             generation.fail(error)
+
+
+def _all_threads(executor: ThreadPoolExecutor) -> ThreadPoolExecutor:
+    """Starts every thread now, so that the process has as many later as at the start."""
+    together = Barrier(TOKENIZER_THREADS)
+    for _ in range(TOKENIZER_THREADS):
+        executor.submit(together.wait)
+    return executor

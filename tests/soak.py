@@ -296,6 +296,7 @@ def run(minutes: float, seed: int, folder: Path) -> tuple[Outcome, list[str]]:
         folder / "log",
         "--prefill-nodes=2",
         "--decode-nodes=2",
+        "--kv-cache-memory-bytes=512KiB",  # 2,048 blocks: they are used up and evicted at once
         "--enable-debug",
         "--enable-test-hooks",
         f"--admin-api-key={ADMIN}",

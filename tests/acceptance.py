@@ -1,0 +1,76 @@
+"""Runs the acceptance cases of the hand-off and prints them as a table.
+
+    python -m kvferry.tests.acceptance [ID …]
+
+Each case is a pytest marker, described in pyproject.toml. The table says for each how many tests
+show it, how long they took together, and whether all of them hold; a case that no test carries is
+listed as missing and makes the run fail.
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+HAND_OFF = ("A8", "B1", "B2", "B3", "B4", "B5", "B6", "B7", "B8", "B9",
+            "C3", "C7", "D1", "D2", "D3", "D7", "D9", "D11")  # fmt: skip
+
+
+class Tally:
+    """A pytest plugin that counts outcomes by marker."""
+
+    def __init__(self, ids: Sequence[str]) -> None:
+        self.outcomes: dict[str, Counter[str]] = defaultdict(Counter)
+        self.seconds: Counter[str] = Counter()
+        self._ids = frozenset(ids)
+        self._ids_of: dict[str, frozenset[str]] = {}
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            names = {marker.name for marker in item.iter_markers()}
+            self._ids_of[item.nodeid] = self._ids & names
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        for case in self._ids_of.get(report.nodeid, ()):
+            self.seconds[case] += int(1000 * report.duration)
+            if report.when == "call" or report.outcome != "passed":
+                self.outcomes[case][report.outcome] += 1
+
+
+def titles(root: Path) -> dict[str, str]:
+    """What each id stands for."""
+    settings = tomllib.loads((root / "pyproject.toml").read_text())
+    markers: list[str] = settings["tool"]["pytest"]["ini_options"]["markers"]
+    pairs = (marker.split(": ", 1) for marker in markers)
+    return {name: about for name, about in pairs}
+
+
+def row(case: str, about: str, outcomes: Counter[str], milliseconds: int) -> str:
+    total = sum(outcomes.values())
+    bad = total - outcomes["passed"]
+    result = "missing" if not total else f"{bad} failed" if bad else "holds"
+    return f"| {case} | {about} | {total} | {milliseconds / 1000:.1f} | {result} |"
+
+
+def main(arguments: Sequence[str]) -> int:
+    root = Path(__file__).parent.parent
+    ids = list(arguments) or list(HAND_OFF)
+    tally = Tally(ids)
+    status = pytest.main(
+        ["-q", "--no-header", "-m", " or ".join(ids), str(root / "tests")], plugins=[tally]
+    )
+    about = titles(root)
+    print("\n| id | case | tests | seconds | result |\n| --- | --- | --- | --- | --- |")
+    for case in ids:
+        print(row(case, about.get(case, "?"), tally.outcomes[case], tally.seconds[case]))
+    missing = [case for case in ids if not tally.outcomes[case]]
+    return 1 if missing or status else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
