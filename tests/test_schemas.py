@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -106,11 +107,12 @@ def test_null_is_absent() -> None:
 
 
 def test_unknown_and_harmless_fields_are_ignored() -> None:
-    chat(
+    ignored = chat(
         user="u", metadata={"a": "b"}, store=True, service_tier="auto", safety_identifier="x",
         verbosity="low", prompt_cache_key="k", kv_transfer_params={"do": 1}, whatever=[1],
         parallel_tool_calls=False, stream_interval=3,
     )  # fmt: skip
+    assert replace(ignored, seed=0) == replace(chat(), seed=0)
 
 
 # -- values ----------------------------------------------------------------------------------------
