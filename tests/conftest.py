@@ -10,10 +10,18 @@ import pytest
 
 from kvferry.kernels.standin import write_standin_model
 from kvferry.kvstore.model_files import resolve_model
+from kvferry.tests.harness import Cluster
 from kvferry.tests.served import Served
 
 # Before anything imports torch: spinning OpenMP threads starve the servers under test.
 os.environ |= {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
+
+
+@pytest.fixture(autouse=True)
+def no_cluster_outlives_its_test() -> Iterator[None]:
+    yield
+    for cluster in list(Cluster.living):
+        cluster.close()
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import zmq
 
@@ -73,6 +74,9 @@ class Answer:
 class Cluster:
     """One decode node, `prefill_nodes` prefill nodes, one gateway."""
 
+    living: ClassVar[list[Cluster]] = []
+    """What a failed test leaves open is closed after it, and spoils no other test."""
+
     def __init__(
         self,
         prefill_nodes: int = 1,
@@ -102,6 +106,7 @@ class Cluster:
         self.gateway = self.client(server.address, "gateway")
         self.answers: dict[int, Answer] = {}
         self._next = 1
+        self.living.append(self)
         self.until(lambda: self.gateway.state is LinkState.READY)
 
     def _engine(self, blocks: int) -> StandinEngine:
@@ -200,6 +205,7 @@ class Cluster:
         )
 
     def close(self) -> None:
+        self.living.remove(self)
         self.gateway.close()
         self.decode.close()
         self.decode._server.close()

@@ -57,6 +57,32 @@ def greedy(model: Any, ids: Sequence[int], n: int) -> Greedy:
     return Greedy(tokens, margins)
 
 
+class Judge:
+    """Says whether texts are the oracle's greedy ones, by one uncached pass over each.
+
+    A text is greedy exactly when every token of it is the best one after all before it, so the
+    oracle need not generate it again.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self._seen: dict[tuple[tuple[int, ...], tuple[int, ...]], Verdict] = {}
+
+    def __call__(self, prompt: Sequence[int], got: Sequence[int]) -> Verdict:
+        asked = (tuple(prompt), tuple(got))
+        if asked not in self._seen:
+            self._seen[asked] = self._judge(*asked)
+        return self._seen[asked]
+
+    @torch.inference_mode()
+    def _judge(self, prompt: tuple[int, ...], got: tuple[int, ...]) -> Verdict:
+        ids = torch.tensor([[*prompt, *got[:-1]]])
+        logits = self._model(ids, use_cache=False, logits_to_keep=len(got)).logits[0]
+        best = logits.topk(2)
+        margins = (best.values[:, 0] - best.values[:, 1]).tolist()
+        return agree(best.indices[:, 0].tolist(), margins, got)
+
+
 @torch.inference_mode()
 def logits_at(model: Any, ids: Sequence[int], lengths: Sequence[int]) -> NDArray[np.float32]:
     """The logits after the first n of `ids` for every n of `lengths`, from one uncached pass."""
