@@ -61,6 +61,21 @@ class Transfer(Generic[Owner]):
     finished_at: float = 0.0
     """When the prefill node's last chunk ended, on our clock."""
     bytes_received: int = 0
+    window: int = 0
+    """Bytes that the sender may have in flight: granted, and not landed yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """How many bytes may be in flight: of one transfer, and of all from one prefill node together.
+
+    A stopped reader finds no more than that waiting for it, and a sender keeps no more for it.
+    `least` is what every transfer gets, however many there are: at least one block.
+    """
+
+    transfer: int
+    node: int
+    least: int
 
 
 class Arrival(NamedTuple, Generic[Owner]):
@@ -85,8 +100,9 @@ class InboxCounters:
 class Inbox(Generic[Owner]):
     """All transfers of one decode node; `Owner` is whatever waits for the blocks."""
 
-    def __init__(self, block_bytes: int) -> None:
+    def __init__(self, block_bytes: int, windows: Windows) -> None:
         self.block_bytes = block_bytes
+        self.windows = windows
         self.counters = InboxCounters()
         self._transfers: dict[int, Transfer[Owner]] = {}
         self._next = 1
@@ -105,6 +121,23 @@ class Inbox(Generic[Owner]):
         self._transfers[transfer.number] = transfer
         self._next += 1
         return transfer
+
+    def first_credit(self, transfer: Transfer[Owner]) -> int:
+        """Credit to offer with: none of an earlier try has reached the sender."""
+        transfer.window = 0
+        return self.credit(transfer, 0)
+
+    def credit(self, transfer: Transfer[Owner], landed: int) -> int:
+        """Credit to send now that `landed` more bytes have; moves the window to its fair share."""
+        sharing = sum(
+            one.state in LIVE and one.prefill_node == transfer.prefill_node
+            for one in self._transfers.values()
+        )
+        fair = max(self.windows.node // max(1, sharing), self.windows.least)
+        still_out = transfer.window - landed
+        credit = max(0, min(fair, self.windows.transfer) - still_out)
+        transfer.window = still_out + credit
+        return credit
 
     def find(self, number: int, epoch: int) -> Transfer[Owner] | None:
         """The transfer a message speaks of, if it is live; else the message is counted."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import zmq
 
-from kvferry.decode_node.inbox import LIVE, Inbox, Transfer, TransferState
+from kvferry.decode_node.inbox import LIVE, Inbox, Transfer, TransferState, Windows
 from kvferry.decode_node.links import PrefillLinks
 from kvferry.decode_node.request import Phase, Sequence
 from kvferry.kernels.engine import Engine
@@ -36,8 +36,9 @@ from kvferry.kvstore.wire import (
 
 log = logging.getLogger(__name__)
 
-CREDIT_BYTES = 32 << 20
-"""What one transfer may have in flight."""
+TRANSFER_WINDOW = 32 << 20
+NODE_WINDOW = 64 << 20
+"""Bytes that one transfer, and all from one prefill node together, may have in flight."""
 
 CONNECT_SECONDS = 2.0
 """How long an offer waits for a link to come up before another way is taken."""
@@ -65,7 +66,9 @@ class Receiver:
         clock: Callable[[], float],
         handed_back: Callable[[Sequence], None],
     ) -> None:
-        self.inbox: Inbox[Sequence] = Inbox(engine.spec.block_bytes)
+        least = 2 * engine.spec.block_bytes
+        windows = Windows(max(TRANSFER_WINDOW, least), NODE_WINDOW, least)
+        self.inbox: Inbox[Sequence] = Inbox(engine.spec.block_bytes, windows)
         self.links = PrefillLinks(connect, clock, self._lost)
         self.retries = 0
         self.heard = 0
@@ -75,7 +78,6 @@ class Receiver:
         self._reuse = reuse
         self._clock = clock
         self._handed_back = handed_back
-        self._credit = max(CREDIT_BYTES, 2 * engine.spec.block_bytes)
 
     # -- asking -----------------------------------------------------------------------------------
 
@@ -106,7 +108,7 @@ class Receiver:
             b"".join(sequence.keys[: transfer.last]),
             transfer.first,
             transfer.last,
-            self._credit,
+            self.inbox.first_credit(transfer),
             sequence.request.message.priority,
         )
         if link.send(offer):
@@ -202,8 +204,9 @@ class Receiver:
                 self._retry(transfer)
                 return
             self._land(transfer, block, payloads[index])
-        size = sum(len(payload) for payload in payloads)
-        link.send(Credit(transfer.number, transfer.epoch, size))
+        credit = self.inbox.credit(transfer, len(arriving.fresh) * self.inbox.block_bytes)
+        if credit:
+            link.send(Credit(transfer.number, transfer.epoch, credit))
         self._finish_if_complete(transfer)
 
     def _land(self, transfer: Transfer[Sequence], index: int, payload: memoryview) -> None:

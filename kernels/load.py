@@ -82,11 +82,11 @@ def _blocks(kv_bytes: int, block_bytes: int, block_size: int, longest: int) -> i
     blocks = kv_bytes // block_bytes
     if blocks < needed:
         raise ModelError(
-            f"one request of {longest} tokens needs {_mib(needed * block_bytes)} of KV cache, but "
-            f"--kv-cache-memory-bytes is {_mib(kv_bytes)}; raise it or lower --max-model-len"
+            f"one request of {longest} tokens needs {_size(needed * block_bytes)} of KV cache, but "
+            f"--kv-cache-memory-bytes is {_size(kv_bytes)}; raise it or lower --max-model-len"
         )
     return blocks
 
 
-def _mib(size: int) -> str:
-    return f"{size / (1 << 20):.0f}MiB"
+def _size(size: int) -> str:
+    return f"{size / (1 << 20):.0f}MiB" if size >= 10 << 20 else f"{size / (1 << 10):.1f}KiB"

@@ -4,7 +4,8 @@
 
 Each case is a pytest marker, described in pyproject.toml. The table says for each how many tests
 show it, how long they took together, and whether all of them hold; a case that no test carries is
-listed as missing and makes the run fail.
+listed as missing and makes the run fail. Without ids a second table follows: the seconds and
+ratios that only a measurement can show, beside their limits.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+from kvferry.tests.measures import MODEL, measure
 
 HAND_OFF = ("A8", "B1", "B2", "B3", "B4", "B5", "B6", "B7", "B8", "B9",
             "C3", "C7", "D1", "D2", "D3", "D7", "D9", "D11")  # fmt: skip
@@ -69,7 +72,23 @@ def main(arguments: Sequence[str]) -> int:
     for case in ids:
         print(row(case, about.get(case, "?"), tally.outcomes[case], tally.seconds[case]))
     missing = [case for case in ids if not tally.outcomes[case]]
-    return 1 if missing or status else 0
+    broken = measured() if not arguments else 0
+    return 1 if missing or status or broken else 0
+
+
+def measured() -> int:
+    """Prints what is measured, and returns how much of it does not hold."""
+    print(f"\nMeasured over {MODEL}:\n\n| id | what | rounds | found | limit | result |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    broken = 0
+    for one in measure():
+        broken += not one.holds
+        result = "holds" if one.holds else "FAILS"
+        found, limit = (f"{value:.3g} {one.unit}".rstrip() for value in (one.found, one.limit))
+        print(
+            f"| {one.case} | {one.what} | {one.rounds} | {found} | {limit} | {result} |", flush=True
+        )
+    return broken
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from typing import Any, Generic, NamedTuple, TypeVar, cast
 import numpy as np
 from msgspec import Struct
 
-from kvferry.decode_node.inbox import TransferState
+from kvferry.decode_node.inbox import TransferState, Windows
 from kvferry.decode_node.node import DecodeLimits, DecodeNode
 from kvferry.kernels.engine import Batch, EngineSpec, Logits, Span
 from kvferry.kvstore.blocks import BlockPool
@@ -339,7 +339,8 @@ class DecodeSide(Side):
         limits = replace(LIMITS, reuse=setup.reuse)
         server = cast(Server, self.server)
         self.node = DecodeNode(self.engine, server, self._connect, limits, self.clock)
-        self.node.receiver._credit = BLOCK  # one block: the next one waits for its return
+        # One block: the next one waits for its return.
+        self.node.receiver.inbox.windows = Windows(BLOCK, BLOCK, BLOCK)
 
     def _connect(self, address: str) -> Client:
         self.links.append(Link(address, self.sent))
@@ -430,6 +431,7 @@ class DecodeSide(Side):
             tuple(sorted(one.landed)),
             one.complete is not None,
             one.standing,
+            one.window,
             age,
         )
 

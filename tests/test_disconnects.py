@@ -15,7 +15,7 @@ import pytest
 from kvferry.kernels.standin import standin_reply, write_standin_model
 from kvferry.tests.gateway_rig import wait_until
 from kvferry.tests.served import Served
-from kvferry.tests.test_several import DEBUG, hold, idle, ledger, prompt_of
+from kvferry.tests.streams import DEBUG, hold, idle, ledger, prompt_of
 
 ROUNDS = 25
 """For each stage, streamed or not: 200 in all."""

@@ -442,10 +442,8 @@ def test_an_idle_node_sleeps_while_its_queue_waits_for_blocks() -> None:
     cluster.prefill[0].turn = lambda: None  # type: ignore[method-assign]
     for number in range(3):
         cluster.submit(cluster.message(prompt_of(1000, seed=number)))
-    for _ in range(20):
-        cluster.turn()
-        time.sleep(0.005)
-    assert cluster.decode.scheduler.waiting
+    cluster.until(lambda: len(cluster.decode.scheduler.waiting) == 2)
+    cluster.turn()
     assert not cluster.decode._runnable
     assert not cluster.decode._room_appeared
     cluster.close()

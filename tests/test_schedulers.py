@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.decode_node.inbox import Inbox, TransferState
+from kvferry.decode_node.inbox import Inbox, TransferState, Windows
 from kvferry.decode_node.request import Phase, Request, Sequence, open_request, open_sequences
 from kvferry.decode_node.scheduler import DecodeScheduler, Limits
 from kvferry.kvstore.blocks import BlockPool
@@ -300,11 +300,33 @@ def test_an_offer_whose_counts_disagree_is_refused(changes: dict[str, object]) -
 # -- the inbox ---------------------------------------------------------------------------------
 
 SIZE = 100
+WINDOWS = Windows(transfer=1000, node=2000, least=200)
+
+
+def test_credit_is_shared_out_among_the_transfers_of_one_node() -> None:
+    inbox: Inbox[str] = Inbox(SIZE, WINDOWS)
+    first = inbox.open("a", 0, 100, "p")
+    assert inbox.first_credit(first) == 1000
+    second, elsewhere = inbox.open("b", 0, 100, "p"), inbox.open("c", 0, 100, "q")
+    assert inbox.first_credit(second) == inbox.first_credit(elsewhere) == 1000
+    third = inbox.open("d", 0, 100, "p")
+    assert inbox.first_credit(third) == 666
+    fourth = inbox.open("e", 0, 100, "p")
+    assert inbox.first_credit(fourth) == 500
+    # The windows of the first two shrink as their blocks land.
+    assert [inbox.credit(first, SIZE) for _ in range(6)] == [0, 0, 0, 0, 0, 100]
+    assert first.window == 500 and second.window == 1000
+    for one in (second, third, fourth):
+        inbox.abort(one, acknowledged=True)
+    assert inbox.credit(first, SIZE) == 600 and first.window == 1000
+    many = [inbox.open(str(number), 0, 9, "p") for number in range(40)]
+    assert {inbox.first_credit(one) for one in many[20:]} == {200}, "never too little to go on"
+    assert inbox.first_credit(first) == 200, "nothing of an earlier offer is out"
 
 
 def test_a_transfer_completes_in_whatever_order_its_messages_come() -> None:
     for order in ("blocks first", "complete first"):
-        inbox: Inbox[str] = Inbox(SIZE)
+        inbox: Inbox[str] = Inbox(SIZE, WINDOWS)
         transfer = inbox.open("owner", 2, 4, "p")
         inbox.accepted(Accepted(transfer.number, transfer.epoch, 0, 0.0))
         done = Complete(transfer.number, transfer.epoch, 0, 2, 0.0, 0.0)
@@ -324,7 +346,7 @@ def test_a_transfer_completes_in_whatever_order_its_messages_come() -> None:
 
 @pytest.mark.B2
 def test_frames_that_nobody_asked_for_are_dropped_and_counted() -> None:
-    inbox: Inbox[str] = Inbox(SIZE)
+    inbox: Inbox[str] = Inbox(SIZE, WINDOWS)
     transfer = inbox.open("owner", 2, 4, "p")
     number, epoch = transfer.number, transfer.epoch
     for message in (
@@ -348,7 +370,7 @@ def test_frames_that_nobody_asked_for_are_dropped_and_counted() -> None:
 
 
 def test_an_abort_stays_known_until_it_is_acknowledged() -> None:
-    inbox: Inbox[str] = Inbox(SIZE)
+    inbox: Inbox[str] = Inbox(SIZE, WINDOWS)
     transfer = inbox.open("owner", 0, 4, "p")
     assert inbox.of_owner("owner") is transfer
     inbox.abort(transfer, acknowledged=False)

@@ -8,11 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,81 +19,12 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.kernels.standin import StandinConfig, standin_reply, write_standin_model
+from kvferry.kernels.standin import standin_reply
 from kvferry.tests.gateway_rig import wait_until
 from kvferry.tests.served import Served
+from kvferry.tests.streams import ADMIN, Stream, at_once, hold, idle, ledger, prompt_of, serving
 
-ADMIN = {"authorization": "Bearer root"}
 SOURCES = ("device", "host", "disk", "remote", "prefill", "decode")
-DEBUG = ("--enable-debug", "--enable-test-hooks", "--admin-api-key=root")
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    return [3 + (seed * 101 + index * 31 + index // 7) % 250 for index in range(length)]
-
-
-@contextmanager
-def serving(folder: Path, *flags: str, **model: Any) -> Iterator[tuple[Served, StandinConfig]]:
-    config = write_standin_model(folder / "standin", **model)
-    served = Served(folder / "standin", folder / "log", *DEBUG, *flags)
-    try:
-        yield served, config
-    finally:
-        assert served.stop() == 0, (folder / "log").read_text()
-
-
-@dataclass
-class Stream:
-    """One streamed answer, read as it comes."""
-
-    prompt: list[int]
-    count: int
-    ids: list[int] = field(default_factory=list)
-    reasons: list[str] = field(default_factory=list)
-    error: str = ""
-    whole: bool = False
-
-    def read(self, server: str) -> None:
-        body = {"prompt": self.prompt, "max_tokens": self.count, "stream": True, "temperature": 0,
-                "ignore_eos": True, "return_token_ids": True}  # fmt: skip
-        try:
-            url = server + "/v1/completions"
-            with httpx.stream("POST", url, json=body, timeout=60) as response:
-                assert response.status_code == 200, response.read()
-                for line in response.iter_lines():
-                    if line.startswith("data: "):
-                        self._take(line.removeprefix("data: "))
-        except httpx.HTTPError as error:
-            self.error = repr(error)
-
-    def _take(self, data: str) -> None:
-        if data == "[DONE]":
-            self.whole = True
-            return
-        event = json.loads(data)
-        if "error" in event:
-            self.error = event["error"]["code"]
-        for choice in event.get("choices", []):
-            self.ids += choice["token_ids"]
-            self.reasons += [choice["finish_reason"]] * bool(choice["finish_reason"])
-
-
-def at_once(works: Sequence[Callable[[], None]]) -> list[threading.Thread]:
-    threads = [threading.Thread(target=work) for work in works]
-    for thread in threads:
-        thread.start()
-    return threads
-
-
-def ledger(served: Served) -> dict[str, Any]:
-    found: dict[str, Any] = served.http.get("/debug/ledger", headers=ADMIN).json()
-    return found
-
-
-def idle(served: Served) -> bool:
-    """Nothing is open, here or at any node."""
-    found = ledger(served)["gateway"]
-    return not (found["requests"] or any(link["requests"] for link in found["links"]))
 
 
 def resumed(served: Served) -> float:
@@ -121,6 +51,7 @@ def test_thirty_streams_survive_the_death_of_a_decode_node(tmp_path: Path) -> No
         assert "the decode-0 node ended (SIGKILL)" in served.log.read_text()
 
 
+@pytest.mark.B3
 @pytest.mark.C7
 def test_thirty_streams_survive_the_death_of_a_prefill_node(tmp_path: Path) -> None:
     flags = ("--decode-nodes=1", "--prefill-nodes=2")
@@ -222,6 +153,30 @@ def test_fifty_at_once_compute_a_shared_prefix_once(tmp_path: Path, nodes: int) 
         wait_until(lambda: idle(served))
 
 
+@pytest.mark.D3
+def test_what_was_preempted_answers_as_if_it_had_run_alone(tmp_path: Path) -> None:
+    """Room for four of sixteen sequences: texts, logprobs and usage as in a run of its own."""
+    flags = ("--kv-cache-memory-bytes=17408", "--max-model-len=512", "--max-num-seqs=16")
+    with serving(tmp_path, *flags) as (served, _):
+        bodies = [
+            {"prompt": prompt_of(20 + 5 * seed, seed), "max_tokens": 200, "seed": seed,
+             "temperature": 0.8 * (seed % 2), "logprobs": 2, "ignore_eos": True,
+             "return_token_ids": True, "cache_salt": "together"}
+            for seed in range(16)
+        ]  # fmt: skip
+
+        def ask(body: dict[str, Any]) -> dict[str, Any]:
+            answer = httpx.post(served.url + "/v1/completions", json=body, timeout=60).json()
+            return {name: answer[name] for name in ("choices", "usage")}
+
+        with ThreadPoolExecutor(16) as pool:
+            together = list(pool.map(ask, bodies))
+        assert served.metric("kvferry_num_preemptions_total") > 0
+        assert together == [ask({**body, "cache_salt": "alone"}) for body in bodies]
+        assert [it["usage"]["completion_tokens"] for it in together] == [200] * 16
+        wait_until(lambda: idle(served))
+
+
 @pytest.mark.D8
 def test_all_start_together_again_and_again(tmp_path: Path) -> None:
     for number in range(4):
@@ -264,13 +219,6 @@ def test_a_full_queue_refuses_at_once(tmp_path: Path) -> None:
         assert [status for status, _ in statuses].count(200) == 54
         computed = served.metric("kvferry_node_computed_tokens_total", role="prefill")
         assert computed <= 54 * 300, "work for a refused request"
-
-
-def hold(served: Served, stages: list[str]) -> None:
-    body = {"node": "all", "hold": stages}
-    response = served.http.post("/debug/faults", json=body, headers=ADMIN)
-    assert response.status_code == 200, response.text
-    assert not any("error" in node for node in response.json()["nodes"]), response.text
 
 
 @pytest.mark.D7
