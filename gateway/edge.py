@@ -89,6 +89,8 @@ class Edge:
     ) -> None:
         try:
             record.tenant = self._authenticate(record.path, headers)
+            if scope["method"] == "POST":
+                await self._gateway.turnstile.passed()
             await self._app(scope, receive, send)
         except ApiError as error:
             record.code = error.code or error.kind

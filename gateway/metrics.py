@@ -30,6 +30,7 @@ _SMALL = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2
 _TTFT: tuple[float, ...] = (*_SMALL, 10, 20, 40, 80, 160, 640, 2560)
 _TINY = (0.001, 0.002, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75)
 _ITL: tuple[float, ...] = (*_TINY, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
+_LAG: tuple[float, ...] = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 1)
 _LARGE = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240)
 _E2E: tuple[float, ...] = (*_LARGE, 480, 960, 1920, 7680)
 
@@ -99,6 +100,9 @@ class Metrics:
         self._handoff = histogram(
             "handoff_seconds", "Prefill node's last chunk to first step.", _TTFT
         ).labels(model_name)
+        self._lag = histogram(
+            "event_loop_lag_seconds", "By how much the gateway's 50 ms tick came late.", _LAG
+        ).labels(model_name)
         registry.register(_NodeCollector(model_name, nodes, waiting))
 
     @_never_raises
@@ -133,6 +137,10 @@ class Metrics:
     @_never_raises
     def ignored_tools(self) -> None:
         self._tools.inc()
+
+    @_never_raises
+    def lagged(self, seconds: float) -> None:
+        self._lag.observe(seconds)
 
     def page(self) -> bytes:
         return generate_latest(self._registry)

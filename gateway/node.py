@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from kvferry.gateway.book import REPEAT_SECONDS, Book, EngineLost, Open
+from kvferry.gateway.pacing import Handover
 from kvferry.gateway.routing import KnownKeys
 from kvferry.kvstore.faults import FaultInjector
 from kvferry.kvstore.link import Client, LinkState
@@ -46,6 +47,8 @@ STALL_FACTOR = 3.0
 """A node is stalled after a silence of so many times the step that it announced."""
 ABANDON_SECONDS = 10.0
 """How long a stalled node that is still connected is waited for before it counts as gone."""
+SLICE_TOKENS = 64
+"""Tokens acted on in one turn of the event loop."""
 NewClient = Callable[[str], Client]
 Role = Literal["decode", "prefill"]
 
@@ -69,6 +72,7 @@ class Node:
         self.counters: Counter[str] = Counter()
         self.faults: FaultInjector | None = None
         self._new_client = new_client
+        self._handover = Handover(self._take, SLICE_TOKENS)
         self._client: Client | None = None
         self._welcomed = False
         self._predicted = 0.0
@@ -136,7 +140,7 @@ class Node:
         """Acts on everything that has arrived."""
         if self._client is not None:
             for received in self._client.receive():
-                self._take(received.message)
+                self._handover.push(received.message)
 
     def tick(self, now: float, listening_since: float) -> bool:
         """Keeps the link and the requests alive. True if its node has just answered first.
@@ -179,6 +183,7 @@ class Node:
         self._lost()
 
     def _lost(self) -> None:
+        self._handover.flush()
         self.close()
         self.usable = self.stalled = self._welcomed = False
         self.load = None

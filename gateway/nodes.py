@@ -87,6 +87,8 @@ class Nodes:
         """What all usable nodes have in common; known once a decode node has answered."""
         self.lag = 0.0
         """By how much the last ticks came late, the most of them: how long the loop was busy."""
+        self.on_lag: Callable[[float], None] = lambda seconds: None
+        """Told at every tick by how much it came late."""
         self._on_ready: Callable[[], None] | None = on_ready
         self._ready_since: float | None = None
         self._next_request = 1
@@ -143,6 +145,7 @@ class Nodes:
         now = time.monotonic()
         late = max(0.0, now - self._ticked - TICK_SECONDS)
         self.lag = max(late, 0.98 * self.lag)
+        self.on_lag(late)
         if late > ASLEEP_SECONDS:
             self._listening_since = now
         self._ticked = now

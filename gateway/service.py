@@ -20,10 +20,13 @@ from kvferry.gateway.generate import Generation, Patience, Update, no_node
 from kvferry.gateway.metrics import Metrics
 from kvferry.gateway.model import ServedModel
 from kvferry.gateway.nodes import Nodes, NoNode
+from kvferry.gateway.pacing import Turnstile
 from kvferry.gateway.parameters import Params
 from kvferry.gateway.prompts import Prompt, PromptMaker, Shape
 
 TOKENIZER_THREADS = 2
+REQUESTS_A_TURN = 4
+"""How many requests may begin in one turn of the event loop."""
 
 
 class Gateway:
@@ -36,8 +39,10 @@ class Gateway:
         self.keys = Keys(config.api_key)
         self.admin_keys = Keys((config.admin_api_key,) if config.admin_api_key else ())
         self.metrics = Metrics(model.name, nodes, self.unanswered)
+        nodes.on_lag = self.metrics.lagged
         self._executor = _all_threads(ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer"))
         self.prompts = PromptMaker(model, self._executor)
+        self.turnstile = Turnstile(REQUESTS_A_TURN)
         self.draining = False
         self.open: set[Generation] = set()
         self._in_flight = 0
