@@ -6,7 +6,7 @@ the scheduler's business, and how a token comes about the stepper's.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from kvferry.decode_node.receiver import Receiver
@@ -29,7 +29,8 @@ from kvferry.kvstore.wire import (
 )
 
 REMEMBERED = 4096
-"""How many ended requests are known, so that a repeated `Generate` does not run again."""
+"""How many ended requests are known: a repeated `Generate` does not run again, and a lost `Done` is
+said again to whoever inquires."""
 
 SOURCES = ("device", "host", "disk", "remote", "prefill", "decode")
 
@@ -56,7 +57,8 @@ class Desk:
         self._max_queued = max_queued
         self._forced_ids = forced_ids
         self._requests: dict[tuple[bytes, int], Request] = {}
-        self._ended: deque[tuple[bytes, int]] = deque(maxlen=REMEMBERED)
+        self._ended: dict[tuple[bytes, int], Done | None] = {}
+        """With the account, if it ran to its end; the oldest one first."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -105,6 +107,11 @@ class Desk:
 
     def inquired(self, peer: Peer, message: Inquire) -> None:
         request = self._requests.get((peer.identity, message.request))
+        done = self._ended.get((peer.identity, message.request))
+        if done is not None:
+            self.counters["accounts_repeated"] += 1
+            self._server.send(peer, done)
+            return
         if request is None:
             why = "this node does not know the request"
             self._server.send(peer, Rejected(message.request, "unknown_request", why))
@@ -169,20 +176,18 @@ class Desk:
         for name in SOURCES:
             self.counters[f"prompt_tokens_{name}"] += getattr(request.sources, name)
         timeline = request.timeline
-        self._server.send(
-            request.peer,
-            Done(
-                request=request.message.request,
-                sources=request.sources,
-                stages=timeline.stages(),
-                handoff_ms=1e3 * timeline.handoff_s,
-                predicted_n=request.generated - request.overrun,
-                predicted_ms=1e3 * (timeline.last_token - timeline.first_token),
-                bytes_shipped=request.bytes_shipped,
-                preemptions=request.preemptions,
-            ),
+        done = Done(
+            request=request.message.request,
+            sources=request.sources,
+            stages=timeline.stages(),
+            handoff_ms=1e3 * timeline.handoff_s,
+            predicted_n=request.generated - request.overrun,
+            predicted_ms=1e3 * (timeline.last_token - timeline.first_token),
+            bytes_shipped=request.bytes_shipped,
+            preemptions=request.preemptions,
         )
-        self._remove(request)
+        self._server.send(request.peer, done)
+        self._remove(request, done)
 
     def reject(self, request: Request, code: str, message: str) -> None:
         self._server.send(request.peer, Rejected(request.message.request, code, message))
@@ -195,9 +200,11 @@ class Desk:
             self._end_sequence(sequence)
         self._remove(request)
 
-    def _remove(self, request: Request) -> None:
+    def _remove(self, request: Request, done: Done | None = None) -> None:
         self._requests.pop(_key(request), None)
-        self._ended.append(_key(request))
+        self._ended[_key(request)] = done
+        if len(self._ended) > REMEMBERED:
+            del self._ended[next(iter(self._ended))]
 
     def lost(self, peer: Peer) -> None:
         """A gateway is gone."""

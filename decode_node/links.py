@@ -7,21 +7,16 @@ beforehand when a step will be long. It knows no transfer; who has some is told 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 
 import zmq
 
 from kvferry.kvstore.link import Client, LinkState
+from kvferry.kvstore.sparse_log import SparseLog
 from kvferry.kvstore.wire import AnyMessage, StepNotice
-
-log = logging.getLogger(__name__)
 
 AVOID_SECONDS = 10.0
 """How long nothing is asked of a prefill node that failed without dying."""
-
-MAX_STEP_SECONDS = 60.0
-"""No node is believed that a step takes longer."""
 
 CONNECT_SECONDS = 10.0
 """How long a link may take to come up before it is given up."""
@@ -38,11 +33,13 @@ class PrefillLinks:
         connect: Callable[[str], Client],
         clock: Callable[[], float],
         on_lost: Callable[[str], None],
+        said: SparseLog,
     ) -> None:
         self.stalls = 0
         self._connect = connect
         self._clock = clock
         self._on_lost = on_lost
+        self._said = said
         self._links: dict[str, Client] = {}
         self._avoided: dict[str, float] = {}
         self._announced: dict[str, float] = {}
@@ -85,7 +82,8 @@ class PrefillLinks:
 
     def avoid(self, address: str, why: str) -> None:
         """Gives the link up, and asks nothing of this node for a while."""
-        log.error("prefill node %s is not used for %g s: %s", address, AVOID_SECONDS, why)
+        text = "prefill node %s is not used for %g s: %s"
+        self._said.error("avoided", address, text, address, AVOID_SECONDS, why)
         self._avoided[address] = self._clock() + AVOID_SECONDS
         self.lose(address)
 
@@ -96,8 +94,7 @@ class PrefillLinks:
 
     def noticed(self, link: Client, notice: StepNotice) -> None:
         """The node announced a long step: its silence means nothing for three times that."""
-        predicted = min(max(0.0, notice.predicted_s), MAX_STEP_SECONDS)
-        self._announced[link.address] = self._clock() + 3 * predicted
+        self._announced[link.address] = self._clock() + 3 * notice.predicted_s
 
     # -- driving --------------------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ make of arriving blocks the receiver's, and what gateways are told the desk's.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -32,8 +31,6 @@ from kvferry.kvstore.link import Client
 from kvferry.kvstore.router import FromPeer, Server
 from kvferry.kvstore.watch import StallWatch
 from kvferry.kvstore.wire import Abort, DebugRequest, Drain, Generate, Inquire, Resync, Stop
-
-log = logging.getLogger(__name__)
 
 INTAKE_SECONDS = 0.01
 """What a turn spends on arriving blocks while some sequence could run."""
@@ -92,6 +89,7 @@ class DecodeNode:
             reuse=limits.reuse,
             clock=clock,
             handed_back=self._choose_prefill,
+            said=server.said,
         )
         self.desk = Desk(
             server,
@@ -179,10 +177,11 @@ class DecodeNode:
                 self.debug.answer(received.peer, message)
             case Resync():
                 self._announcer.resync(received.peer)
-            case Drain():
+            case Drain() if received.peer.role == "gateway":
                 self.desk.draining = True
             case message:
-                log.warning("ignored a %s from a %s", type(message).__name__, received.peer.role)
+                self.desk.counters["messages_ignored"] += 1
+                self._server.ignored(received.peer, message)
 
     def _tick(self, now: float) -> None:
         self._server.tick(now)

@@ -7,7 +7,6 @@ prefill node or computed here from the first missing block on: nobody notices an
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 
 import zmq
@@ -19,6 +18,7 @@ from kvferry.kernels.engine import Engine
 from kvferry.kvstore.blocks import BlockPool
 from kvferry.kvstore.keys import checksum, pack_tokens
 from kvferry.kvstore.link import Client
+from kvferry.kvstore.sparse_log import SparseLog
 from kvferry.kvstore.wire import (
     AbortTransfer,
     Accepted,
@@ -33,8 +33,6 @@ from kvferry.kvstore.wire import (
     StepNotice,
     TransferAborted,
 )
-
-log = logging.getLogger(__name__)
 
 TRANSFER_WINDOW = 32 << 20
 NODE_WINDOW = 64 << 20
@@ -65,11 +63,12 @@ class Receiver:
         reuse: bool,
         clock: Callable[[], float],
         handed_back: Callable[[Sequence], None],
+        said: SparseLog,
     ) -> None:
         least = 2 * engine.spec.block_bytes
         windows = Windows(max(TRANSFER_WINDOW, least), NODE_WINDOW, least)
         self.inbox: Inbox[Sequence] = Inbox(engine.spec.block_bytes, windows)
-        self.links = PrefillLinks(connect, clock, self._lost)
+        self.links = PrefillLinks(connect, clock, self._lost, said)
         self.retries = 0
         self.heard = 0
         """How often a prefill node said that it is still working for us."""
@@ -78,6 +77,7 @@ class Receiver:
         self._reuse = reuse
         self._clock = clock
         self._handed_back = handed_back
+        self._said = said
 
     # -- asking -----------------------------------------------------------------------------------
 
@@ -183,7 +183,10 @@ class Receiver:
             case StepNotice():
                 self.links.noticed(link, message)
             case _:
-                log.warning("ignored a %s from %s", type(message).__name__, link.address)
+                kind = type(message).__name__
+                self._said.warning(
+                    "ignored", link.address, "ignored a %s from %s", kind, link.address
+                )
 
     def _take(self, link: Client, message: Blocks, payloads: tuple[memoryview, ...]) -> None:
         arriving = self.inbox.arriving(message, [len(payload) for payload in payloads])
@@ -193,14 +196,27 @@ class Receiver:
             return
         transfer = arriving.transfer
         if not arriving.sound:
-            log.error("%s sent blocks that transfer %d cannot have", link.address, transfer.number)
+            self._said.error(
+                "unsound",
+                link.address,
+                "%s sent blocks that transfer %d cannot have",
+                link.address,
+                transfer.number,
+            )
             self._retry(transfer)
             return
         for index in arriving.fresh:
             block = message.first + index
             if checksum(payloads[index]) != message.checksums[index]:
                 self.inbox.counters.damaged += 1
-                log.error("block %d of transfer %d is damaged", block, transfer.number)
+                self._said.error(
+                    "damaged",
+                    link.address,
+                    "block %d of transfer %d from %s is damaged",
+                    block,
+                    transfer.number,
+                    link.address,
+                )
                 self._retry(transfer)
                 return
             self._land(transfer, block, payloads[index])
@@ -231,7 +247,14 @@ class Receiver:
         transfer.unanswered = 0
         standing = (message.sent, len(transfer.landed))
         if not message.working and transfer.standing == standing:
-            log.warning("transfer %d has lost frames; asking again", transfer.number)
+            whose = transfer.prefill_node
+            self._said.warning(
+                "holes",
+                whose,
+                "transfer %d from %s has lost frames; asking again",
+                transfer.number,
+                whose,
+            )
             self._retry(transfer)
         else:
             transfer.standing = standing
@@ -282,8 +305,10 @@ class Receiver:
     def _declined(self, message: Declined) -> None:
         transfer = self.inbox.find(message.transfer, message.epoch)
         if transfer is not None:
-            log.info(
-                "%s declined (%s): %d blocks needed, %d available",
+            self._said.info(
+                "declined",
+                transfer.prefill_node,
+                "%s declined (%.100s): %d blocks needed, %d available",
                 transfer.prefill_node,
                 message.reason,
                 message.needed,
@@ -298,7 +323,8 @@ class Receiver:
             return
         transfer = self.inbox.find(message.transfer, message.epoch)
         if transfer is not None:
-            log.warning("%s gave up: %s", transfer.prefill_node, message.reason)
+            whose = transfer.prefill_node
+            self._said.warning("gave up", whose, "%s gave up: %.100s", whose, message.reason)
             self._fail(transfer, acknowledged=True, again=True)
 
     def cancel(self, sequence: Sequence) -> None:

@@ -64,7 +64,10 @@ class Timeline:
     @property
     def handoff_s(self) -> float:
         """From the end of the prefill node's last chunk to the start of the first step."""
-        return max(0.0, self.first_step - self.shipped_from) if self.shipped_from else 0.0
+        if not self.shipped_from:
+            return 0.0
+        # The reading is the prefill node's: it counts only as far as it can be true.
+        return max(0.0, self.first_step - max(self.shipped_from, self.arrived))
 
 
 @dataclass(slots=True)

@@ -74,7 +74,8 @@ class _Common:
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
         }
-        if report is not None:  # earlier it is not known
+        # Earlier it is not known; nor ever, if the node's account was lost with it.
+        if report is not None and report.cached_tokens is not None:
             usage["prompt_tokens_details"] = {"cached_tokens": report.cached_tokens}
         return usage
 

@@ -29,6 +29,8 @@ class EngineLost:
 
     address: str
     stalled: bool = False
+    broken: bool = False
+    """It is there, but what it says makes no sense."""
 
 
 Event = Token | Done | Rejected | Running | EngineLost
@@ -48,6 +50,10 @@ class Open:
     inquire_at: float
     interval: float = INQUIRE_SECONDS
     answered: bool = False
+    allowance: int = 0
+    """How many tokens of it may still come, repeated ones among them."""
+    asked: bool = False
+    """It was inquired about, and the node has not said how far it is."""
     stops: dict[int, tuple[int, float]] = field(default_factory=dict)
     """Choices that were stopped: the tokens kept, and when the node was last told."""
 
@@ -62,9 +68,11 @@ class Book:
         self._keys = keys
         self._fading: deque[tuple[float, bytes]] = deque()
         self._strays: dict[int, float] = {}
+        self._highest = 0
 
     def add(self, number: int, request: Open) -> None:
         self.requests[number] = request
+        self._highest = max(self._highest, number)
         self.pending += request.missing
         self._keys.expect(request.keys)
 
@@ -100,6 +108,7 @@ class Book:
         for number, request in self.requests.items():
             if now >= request.inquire_at:
                 found.append(number)
+                request.asked = True
                 if not request.answered:
                     request.interval = min(2 * request.interval, INQUIRE_AT_MOST_SECONDS)
                 request.inquire_at = now + request.interval
@@ -112,6 +121,10 @@ class Book:
             return None
         request.stops[choice] = (kept, now)
         return kept
+
+    def given(self, number: int) -> bool:
+        """Whether the node may ever have heard of a request of this number."""
+        return number <= self._highest
 
     def stray(self, number: int, now: float) -> bool:
         """A token of no open request has come, or one was ended: is the node to be told of it?"""

@@ -10,7 +10,9 @@ an argument.
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum
 
 from msgspec.structs import replace
@@ -22,6 +24,8 @@ from kvferry.kvstore.wire import Done, PromptSources, Stages, Token
 
 MAX_DEATHS = 3
 """Nodes that a request may lose without a new token: it may be what kills them."""
+MAX_HOLES = 3
+"""Legs that one node may end by losing tokens, before others are preferred to it."""
 MAX_LEGS = 10
 """Legs without a new token, for whatever reason."""
 
@@ -34,6 +38,8 @@ class Arrival(Enum):
     """It was there before, or its choice has ended."""
     HOLE = "hole"
     """One before it never came."""
+    WRONG = "wrong"
+    """No node that works would send it."""
 
 
 class Loss(Enum):
@@ -45,19 +51,36 @@ class Loss(Enum):
     """Tokens were lost on their way."""
     FORGOTTEN = "forgotten"
     """The node does not know the request."""
+    BROKEN = "broken"
+    """What the node says of it makes no sense."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a node that does what it was asked for can send."""
+
+    vocabulary: int
+    eos_ids: tuple[int, ...]
+    stop_token_ids: tuple[int, ...]
+    alternatives: int
+    """Beside each token, at most."""
 
 
 class Course:
     """One prompt and its choices. A leg is its stay on one node; `leg` tells them apart."""
 
-    def __init__(self, prompt: Prompt, choices: Sequence[Choice]) -> None:
+    def __init__(self, prompt: Prompt, choices: Sequence[Choice], bounds: Bounds) -> None:
         self.prompt = prompt
         self.choices = choices
+        self.bounds = bounds
         self.leg = 0
         self.run: Run | None = None
         """Where it is; None: nowhere, until a decode node is there."""
         self.refused_by: frozenset[str] = frozenset()
         """Nodes that had no room, since it last lost one."""
+        self.broken_by: frozenset[str] = frozenset()
+        """Nodes that sent nonsense for it."""
+        self._holes: Counter[str] = Counter()
         self.lost_at: float | None = None
         """When it last lost its node; None: it never did."""
         self._ids = [array("i") for _ in choices]
@@ -68,6 +91,8 @@ class Course:
         self._missing: tuple[int, ...] | None = None
         """What had come when a node first said that it had sent more."""
         self._done: Done | None = None
+        self.vouched = True
+        """Its account is a node's."""
 
     # -- how far it is -----------------------------------------------------------------------------
 
@@ -79,6 +104,11 @@ class Course:
     def over(self) -> bool:
         """Every choice has ended, and so has the request."""
         return self._done is not None and not self.unfinished
+
+    @property
+    def doubted(self) -> frozenset[str]:
+        """Nodes on their way to which, or back, too much of it was lost."""
+        return frozenset(it for it, count in self._holes.items() if count >= MAX_HOLES)
 
     @property
     def done(self) -> Done:
@@ -98,11 +128,15 @@ class Course:
 
     def arrived(self, token: Token, now: float) -> Arrival:
         """Notes a token. Only the next one is to be acted on."""
+        if token.choice >= len(self.choices):
+            return Arrival.WRONG
         ids = self._ids[token.choice]
         if self.choices[token.choice].finish is not None or token.index < len(ids):
             return Arrival.KNOWN
         if token.index > len(ids):
             return Arrival.HOLE
+        if not self._plausible(token):
+            return Arrival.WRONG
         ids.append(token.token)
         self._deaths = self._fruitless = 0
         self._missing = None
@@ -110,6 +144,25 @@ class Course:
             self._first, self._first_leg = now, self.leg
         self._last = now
         return Arrival.NEXT
+
+    def _plausible(self, token: Token) -> bool:
+        """Whether the next token of a choice can be this one, and end it if it does."""
+        bounds, last = self.bounds, token.index + 1 >= self.prompt.max_tokens
+        ids = (token.token, *(it for it, _ in token.top))
+        if len(ids) > 1 + bounds.alternatives or max(ids) >= bounds.vocabulary:
+            return False
+        reason, _, matched = token.finish.partition(":")
+        if matched:
+            return int(matched) == token.token and token.token in bounds.stop_token_ids
+        if reason == "stop":
+            return token.token in bounds.eos_ids
+        return last if reason else not last
+
+    def credible(self, done: Done) -> bool:
+        """Whether an account is one of this prompt: every token came from somewhere, once."""
+        it = done.sources
+        found = it.device + it.host + it.disk + it.remote
+        return found + it.prefill + it.decode == self.prompt.size
 
     def behind(self, sent: Sequence[int]) -> bool:
         """True if a node has sent tokens that have not come since it last said so."""
@@ -152,20 +205,24 @@ class Course:
     def lost(self, loss: Loss, now: float) -> bool:
         """Ends the leg. False: it was tried often enough."""
         if self.run is not None:
+            address = self.run.node.address
+            self._holes[address] += loss in (Loss.HOLE, Loss.FORGOTTEN)
+            self.broken_by |= {address} if loss is Loss.BROKEN else frozenset()
             self.run.abort()
         self.run, self._missing, self.refused_by = None, None, frozenset()
         self.leg += 1
         self.lost_at = now
         self._fruitless += 1
-        self._deaths += loss in (Loss.DEAD, Loss.STALLED)
+        self._deaths += loss in (Loss.DEAD, Loss.STALLED, Loss.BROKEN)
         return self._deaths <= MAX_DEATHS and self._fruitless <= MAX_LEGS
 
     def settle(self) -> None:
         """All choices have ended, but the account of it is lost: what is known is put in its place.
 
-        No prompt token counts as cached then: nobody can say so any more.
+        How many prompt tokens were cached nobody can say any more.
         """
         if self._done is None:
+            self.vouched = False
             sources = PromptSources(decode=self.prompt.size)
             self._done = Done(0, sources, self._measured(), 0.0, 0, self._predicted_ms(), 0, 0)
 

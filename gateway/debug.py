@@ -137,7 +137,7 @@ async def _ask_all(
     asked = [(node, name) for node, name in _named(nodes) if chosen is None or node in chosen]
     replies = await asyncio.gather(*(node.ask(kind, body, ANSWER_SECONDS) for node, _ in asked))
     return [
-        {"name": name, "role": node.role, "address": node.address} | _read(reply)
+        _read(reply) | {"name": name, "role": node.role, "address": node.address}
         for (node, name), reply in zip(asked, replies, strict=True)
     ]
 
@@ -147,6 +147,7 @@ def _read(reply: bytes | None) -> dict[str, Any]:
         return {"error": f"no answer within {ANSWER_SECONDS:g} s"}
     try:
         said = orjson.loads(reply)
-    except orjson.JSONDecodeError:
+        orjson.dumps(said)  # it reads deeper nesting than it writes
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
         said = None
     return said if isinstance(said, dict) else {"error": "an answer that is no JSON object"}

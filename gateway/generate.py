@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvferry.gateway.book import EngineLost, Event
-from kvferry.gateway.course import Arrival, Course, Loss
+from kvferry.gateway.course import Arrival, Bounds, Course, Loss
 from kvferry.gateway.errors import (
     ApiError,
     EngineFailure,
@@ -38,6 +38,7 @@ from kvferry.kvstore.wire import Done, Generate, Rejected, Running, Token
 NO_ROOM = ("server_overloaded", "shutting_down")
 """Refusals of one node that another one need not share."""
 ROOM_RETRY_SECONDS = 0.25
+FOREVER_SECONDS = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +111,14 @@ class Generation:
         count = len(prompts) * params.n
         self._choices = [Choice(model.tokenizer, params.rules) for _ in range(count)]
         self._last_token = [0.0] * count
+        bounds = Bounds(
+            model.vocabulary.size,
+            self._eos_ids,
+            params.stop_token_ids,
+            params.sampling.logprobs or 0,
+        )
         self._courses = [
-            Course(prompt, self._choices[at * params.n : (at + 1) * params.n])
+            Course(prompt, self._choices[at * params.n : (at + 1) * params.n], bounds)
             for at, prompt in enumerate(prompts)
         ]
         self._events: asyncio.Queue[tuple[int, int, _AnyEvent]] = asyncio.Queue()
@@ -167,7 +174,8 @@ class Generation:
                 else:
                     held = update  # the last one waits for the report
             done = [course.done for course in self._courses]
-            self.report = make_report(done, self.prompt_tokens)
+            vouched = all(course.vouched for course in self._courses)
+            self.report = make_report(done, self.prompt_tokens, vouched=vouched)
             assert held is not None
             yield Update(held.choice, held.piece, self.report)
         finally:
@@ -203,7 +211,8 @@ class Generation:
         sink = partial(self._arrived, at, leg)
         make = partial(self._message, course)
         try:
-            course.sent(self._nodes.submit(sink, course.prompt, make, course.refused_by))
+            avoid = course.refused_by | course.broken_by
+            course.sent(self._nodes.submit(sink, course.prompt, make, avoid, course.doubted))
         except NoNode as error:
             if error.reason == "died":
                 self._note_loss(course, Loss.DEAD)
@@ -215,7 +224,7 @@ class Generation:
         """For a decode node to be there again, or for one of those that are to have room."""
         assert course.lost_at is not None
         wake = partial(self._arrived, at, course.leg, _Retry())
-        if course.refused_by:
+        if course.refused_by or course.broken_by:
             self._later(ROOM_RETRY_SECONDS, wake)
         else:
             self._nodes.park(wake)
@@ -250,7 +259,8 @@ class Generation:
     def _time_left(self) -> float:
         if not self._patience.request:
             return 0.0
-        return max(0.001, self.timeline.submitted + self._patience.request - time.monotonic())
+        left = self.timeline.submitted + self._patience.request - time.monotonic()
+        return min(max(0.001, left), FOREVER_SECONDS)
 
     # -- events ------------------------------------------------------------------------------------
 
@@ -263,13 +273,12 @@ class Generation:
         if isinstance(event, Token):
             return self._token(at, event)
         if isinstance(event, Done):
-            if not course.reported(event):
-                self._lost(at, Loss.HOLE)
+            self._reported(at, event)
         elif isinstance(event, Running):
             if course.behind(event.sent):
                 self._lost(at, Loss.HOLE)
         elif isinstance(event, EngineLost):
-            self._lost(at, Loss.STALLED if event.stalled else Loss.DEAD)
+            self._lost(at, _loss_of(event))
         elif isinstance(event, Rejected):
             self._rejected(at, event)
         elif isinstance(event, _Retry):
@@ -280,12 +289,12 @@ class Generation:
         return None
 
     def _token(self, at: int, token: Token) -> Update | None:
-        if not 0 <= token.choice < self.params.n:
-            raise EngineFailure("The decode node sent a token for no choice of this request.")
         course, now = self._courses[at], time.monotonic()
         arrival = course.arrived(token, now)
         if arrival is Arrival.HOLE:
             self._lost(at, Loss.HOLE)
+        elif arrival is Arrival.WRONG:
+            self._broken(at, f"{token}"[:200])
         if arrival is not Arrival.NEXT:
             return None
         index = at * self.params.n + token.choice
@@ -305,6 +314,20 @@ class Generation:
         if self._last_token[index]:
             timeline.gaps.append(now - self._last_token[index])
         self._last_token[index] = now
+
+    def _reported(self, at: int, done: Done) -> None:
+        course = self._courses[at]
+        if not course.credible(done):
+            self._broken(at, f"{done.sources} for {course.prompt.size} tokens")
+        elif not course.reported(done):
+            self._lost(at, Loss.HOLE)
+
+    def _broken(self, at: int, what: str) -> None:
+        """Its node sent what cannot be: whatever else it says of the request is not believed."""
+        run = self._courses[at].run
+        if run is not None:
+            run.complain(what)
+        self._lost(at, Loss.BROKEN)
 
     def _rejected(self, at: int, rejected: Rejected) -> None:
         course = self._courses[at]
@@ -340,6 +363,10 @@ class Generation:
         if self._streamed:
             return EngineFailure("The decode node was lost, and none is there.", code="engine_lost")
         return no_node(NoNode("lost"))
+
+
+def _loss_of(event: EngineLost) -> Loss:
+    return Loss.BROKEN if event.broken else Loss.STALLED if event.stalled else Loss.DEAD
 
 
 def no_node(error: NoNode) -> ApiError:

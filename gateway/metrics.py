@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import ParamSpec
 
@@ -18,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvferry.gateway.generate import Generation
+from kvferry.gateway.node import Node
 from kvferry.gateway.nodes import Nodes
 from kvferry.gateway.report import Report
 
@@ -36,10 +36,12 @@ _E2E: tuple[float, ...] = (*_LARGE, 480, 960, 1920, 7680)
 
 SOURCES = ("device", "host", "disk", "remote", "prefill", "decode")
 _RENAMED = {"preemptions": "kvferry_num_preemptions"}
+_TAKEN = ("kvferry_node_up",)
 _COUNTED = {
     "key_gaps": "Lost batches of block keys.",
     "stalls": "Silences longer than the node's step explains.",
     "inquiries": "Questions after requests from which nothing came.",
+    "offences": "Messages that no node sends that works.",
     "strays": "Requests that ran on although nobody waited for them.",
 }
 """What the gateway itself counts of each node; `kvferry_node_…` are the nodes' own counts."""
@@ -112,7 +114,7 @@ class Metrics:
         for name in SOURCES:
             self._source[name].inc(getattr(report.sources, name))
         self._prompt.inc(generation.prompt_tokens)
-        self._cached.inc(report.cached_tokens)
+        self._cached.inc(report.cached_tokens or 0)
         for name in STAGES:
             self._stage[name].observe(getattr(report.stages, name) / 1000)
         if report.handoff_ms:
@@ -202,10 +204,17 @@ class _NodeCollector(Collector):
 
     def _counters(self) -> Iterator[Metric]:
         families: dict[str, CounterMetricFamily] = {}
+        told_by: dict[str, set[Node]] = {}
         for node in self._nodes:
             counters = node.load.counters if node.load is not None else {}
             for stem, value in counters.items():
-                name = _RENAMED.get(stem) or "kvferry_node_" + re.sub(r"\W", "_", stem)
+                # The wire lets only harmless names through; two of them are told apart by this.
+                stem = stem.removesuffix("_total")
+                name = _RENAMED.get(stem) or f"kvferry_node_{stem}"
+                told = told_by.setdefault(name, set())
+                if name in _TAKEN or node in told:
+                    continue
+                told.add(node)
                 if name not in families:
                     families[name] = CounterMetricFamily(
                         name, "Counted by the node.", labels=["role", "node"]

@@ -2,24 +2,26 @@
 
 Owns one address: its link is made again when its node dies, what the node says of itself is kept,
 and it is told apart as connecting, answering, stalled and gone. Each request's events go to the
-callback that came with it; one from which nothing comes is inquired about. It does not choose
-nodes, and knows nothing of text, choices or HTTP.
+callback that came with it; one from which nothing comes is inquired about. A node that says what
+none says that works is noticed, and given up for a while if it goes on. It does not choose nodes,
+and knows nothing of text, choices or HTTP.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Literal
 
 from kvferry.gateway.book import REPEAT_SECONDS, Book, EngineLost, Open
 from kvferry.gateway.pacing import Handover
-from kvferry.gateway.routing import KnownKeys
+from kvferry.gateway.routing import MAX_KEYS, KnownKeys
+from kvferry.kvstore.errors import ProtocolBroken
 from kvferry.kvstore.faults import FaultInjector
 from kvferry.kvstore.link import Client, LinkState
+from kvferry.kvstore.sparse_log import SparseLog
 from kvferry.kvstore.wire import (
     Abort,
     AnyMessage,
@@ -39,8 +41,6 @@ from kvferry.kvstore.wire import (
     Welcome,
 )
 
-log = logging.getLogger(__name__)
-
 REFUSED_RETRY_SECONDS = 5.0
 STALL_SECONDS = 2.0
 STALL_FACTOR = 3.0
@@ -49,6 +49,12 @@ ABANDON_SECONDS = 10.0
 """How long a stalled node that is still connected is waited for before it counts as gone."""
 SLICE_TOKENS = 64
 """Tokens acted on in one turn of the event loop."""
+DRAIN_SECONDS = 0.01
+"""What one node's messages may take of the event loop at once."""
+MAX_OFFENCES = 5
+OFFENCE_SECONDS = 10.0
+"""A node that offends so often in this time is given up for as long."""
+SPARE_TOKENS = 64
 NewClient = Callable[[str], Client]
 Role = Literal["decode", "prefill"]
 
@@ -56,7 +62,7 @@ Role = Literal["decode", "prefill"]
 class Node:
     """One configured address and whoever answers there."""
 
-    def __init__(self, role: Role, address: str, new_client: NewClient) -> None:
+    def __init__(self, role: Role, address: str, new_client: NewClient, said: SparseLog) -> None:
         self.role = role
         self.address = address
         self.load: Load | None = None
@@ -72,7 +78,11 @@ class Node:
         self.counters: Counter[str] = Counter()
         self.faults: FaultInjector | None = None
         self._new_client = new_client
-        self._handover = Handover(self._take, SLICE_TOKENS)
+        self._handover = Handover(self._act, SLICE_TOKENS, self.drain)
+        self._said = said
+        self._offences: deque[float] = deque(maxlen=MAX_OFFENCES)
+        self._given_up = False
+        """It has offended too often: its link ends with the next tick."""
         self._client: Client | None = None
         self._welcomed = False
         self._predicted = 0.0
@@ -137,10 +147,25 @@ class Node:
         return sent
 
     def drain(self) -> None:
-        """Acts on everything that has arrived."""
-        if self._client is not None:
-            for received in self._client.receive():
-                self._handover.push(received.message)
+        """Acts on what has arrived, on the rest in its next turn."""
+        client, until = self._client, time.monotonic() + DRAIN_SECONDS
+        if client is None or self._given_up or self._handover.busy:
+            return
+        for received in client.receive():
+            self._handover.push(received.message)
+            if self._given_up or self._handover.busy or time.monotonic() > until:
+                break
+        if client.state is LinkState.READY and client.waiting and not self._handover.busy:
+            asyncio.get_running_loop().call_soon(self.drain)
+
+    def _act(self, message: AnyMessage) -> None:
+        """Acts on a message. What makes no sense is noted."""
+        if self._given_up:
+            return
+        try:
+            self._take(message)
+        except ProtocolBroken as error:
+            self.offended(str(error))
 
     def tick(self, now: float, listening_since: float) -> bool:
         """Keeps the link and the requests alive. True if its node has just answered first.
@@ -154,7 +179,9 @@ class Node:
             return False
         self._client.tick(now)
         self.drain()
-        if self._client.state is LinkState.DEAD:
+        if self._given_up:
+            self._give_up(now)
+        elif self._client.state is LinkState.DEAD:
             self._lost()
         elif self._client.state is LinkState.REFUSED:
             self._refused(now)
@@ -171,7 +198,9 @@ class Node:
         client = self._client
         assert client is not None
         if client.refusal is not None:
-            log.error(
+            self._said.error(
+                "refused",
+                self.address,
                 "%s node %s is not used: its %s is %r, the gateway's is %r",
                 self.role,
                 self.address,
@@ -182,10 +211,10 @@ class Node:
         self._retry_at, self.met = now + REFUSED_RETRY_SECONDS, True
         self._lost()
 
-    def _lost(self) -> None:
+    def _lost(self, *, broken: bool = False) -> None:
         self._handover.flush()
         self.close()
-        self.usable = self.stalled = self._welcomed = False
+        self.usable = self.stalled = self._welcomed = self._given_up = False
         self.load = None
         self._predicted = 0.0
         for question in self._asked.values():
@@ -193,7 +222,26 @@ class Node:
                 question.set_result(None)
         self._asked.clear()
         for request in self.book.clear():
-            request.sink(EngineLost(self.address))
+            request.sink(EngineLost(self.address, broken=broken))
+
+    # -- nonsense ----------------------------------------------------------------------------------
+
+    def offended(self, what: str) -> None:
+        """It said what no node says that works. Never closes the link: it may be being read."""
+        now = time.monotonic()
+        self.counters["offences"] += 1
+        text = "%s node %s makes no sense: %s"
+        self._said.error("offence", self.address, text, self.role, self.address, what)
+        self._offences.append(now)
+        often = len(self._offences) == MAX_OFFENCES
+        self._given_up |= often and self._offences[0] > now - OFFENCE_SECONDS
+
+    def _give_up(self, now: float) -> None:
+        text = "%s node %s is not used for %g s: it goes on making no sense"
+        self._said.error("given up", self.address, text, self.role, self.address, OFFENCE_SECONDS)
+        self._lost(broken=True)
+        self._offences.clear()
+        self._retry_at = now + OFFENCE_SECONDS
 
     # -- silence -----------------------------------------------------------------------------------
 
@@ -201,15 +249,18 @@ class Node:
         """A node that computes announces how long; one that is silent for longer has stalled."""
         limit = max(STALL_SECONDS, STALL_FACTOR * self._predicted)
         if silence > limit + ABANDON_SECONDS:
-            log.error("%s node %s does not come back: linking to it anew", self.role, self.address)
+            text = "%s node %s does not come back: linking to it anew"
+            self._said.error("gone", self.address, text, self.role, self.address)
             self._lost()
         elif silence > limit and not self.stalled:
             self.stalled = True
             self.counters["stalls"] += 1
-            log.error("%s node %s is stalled: silent for %.1f s", self.role, self.address, silence)
+            text = "%s node %s is stalled: silent for %.1f s"
+            self._said.error("stalled", self.address, text, self.role, self.address, silence)
         elif silence <= limit and self.stalled:
             self.stalled = False
-            log.info("%s node %s answers again", self.role, self.address)
+            text = "%s node %s answers again"
+            self._said.info("answers", self.address, text, self.role, self.address)
 
     def forsake(self) -> None:
         """Takes all requests from a stalled node: they go on elsewhere."""
@@ -232,6 +283,7 @@ class Node:
 
     def submit(self, message: Generate, request: Open) -> bool:
         """Sends a request; its events follow. False: the link is gone."""
+        request.allowance = 2 * message.choices * message.max_tokens + SPARE_TOKENS
         self.book.add(message.request, request)
         if self.send(message):
             return True
@@ -263,23 +315,32 @@ class Node:
             self._ended(message)
         elif isinstance(message, Running):
             request = self.requests.get(message.request)
-            if request is not None:
+            if request is not None and request.asked:
+                request.asked = False
                 request.sink(message)
         elif isinstance(message, Load):
             self.load = message
         elif isinstance(message, StepNotice):
             self._predicted = message.predicted_s
         elif isinstance(message, KeyBatch):
-            synced = self.keys.synced
-            self.keys.apply(message)
-            if synced and not self.keys.synced:
-                self.counters["key_gaps"] += 1
-                log.warning("%s node %s: a batch of keys was lost", self.role, self.address)
-                self._resync(time.monotonic())
+            self._keys_changed(message)
         elif isinstance(message, DebugReply):
             question = self._asked.pop(message.number, None)
             if question is not None and not question.done():
                 question.set_result(message.body)
+
+    def _keys_changed(self, batch: KeyBatch) -> None:
+        synced = self.keys.synced
+        self.keys.apply(batch, self._capacity)
+        if synced and not self.keys.synced:
+            self.counters["key_gaps"] += 1
+            text = "%s node %s: a batch of keys was lost"
+            self._said.warning("keys", self.address, text, self.role, self.address)
+            self._resync(time.monotonic())
+
+    @property
+    def _capacity(self) -> int:
+        return min(self.welcome.num_blocks, MAX_KEYS) if self.welcome is not None else 0
 
     def _tokens(self, output: StepOutput) -> None:
         now = time.monotonic()
@@ -287,6 +348,12 @@ class Node:
             request = self.requests.get(token.request)
             if request is None:
                 self._stray(token.request, now)
+                continue
+            request.allowance -= 1
+            if request.allowance < 0:
+                self.abort(token.request)
+                request.sink(EngineLost(self.address, broken=True))
+                self.offended("it sends more tokens than were asked for")
                 continue
             self.book.heard(request, now)
             kept = self.book.overrun(request, token.choice, now)
@@ -296,6 +363,8 @@ class Node:
 
     def _stray(self, number: int, now: float) -> None:
         """A token that nobody waits for: what ended its request must have been lost."""
+        if not self.book.given(number):
+            raise ProtocolBroken(f"a token for request {number}, which it was never given")
         if self.book.stray(number, now):
             self.counters["strays"] += 1
             self.send(Abort(number))

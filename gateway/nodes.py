@@ -25,6 +25,7 @@ from kvferry.kvstore.errors import KvferryError
 from kvferry.kvstore.faults import FaultInjector
 from kvferry.kvstore.link import Client
 from kvferry.kvstore.sockets import first_difference
+from kvferry.kvstore.sparse_log import SparseLog
 from kvferry.kvstore.wire import Generate, Hello, Welcome
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,10 @@ class Run:
         """Frees everything of the request, unless it has ended."""
         self.node.abort(self.request)
 
+    def complain(self, what: str) -> None:
+        """The node said this of the request, and cannot be right."""
+        self.node.offended(f"request {self.request}: {what}")
+
 
 class Nodes:
     """All nodes. `start` and everything after it run on one event loop."""
@@ -79,10 +84,11 @@ class Nodes:
         curve: CurveKeys | None = None,
     ) -> None:
         def new_client(address: str) -> Client:
-            return Client(context, address, hello, incarnation, curve)
+            return Client(context, address, hello, incarnation, curve, said)
 
-        self.decode = [Node("decode", address, new_client) for address in decode]
-        self.prefill = [Node("prefill", address, new_client) for address in prefill]
+        self._said = said = SparseLog(log)
+        self.decode = [Node("decode", address, new_client, said) for address in decode]
+        self.prefill = [Node("prefill", address, new_client, said) for address in prefill]
         self.shape: Shape | None = None
         """What all usable nodes have in common; known once a decode node has answered."""
         self.lag = 0.0
@@ -149,6 +155,7 @@ class Nodes:
         if late > ASLEEP_SECONDS:
             self._listening_since = now
         self._ticked = now
+        self._said.tick()
         for node in self:
             if node.tick(now, self._listening_since):
                 self._judge()
@@ -206,9 +213,10 @@ class Nodes:
             ours, theirs = self.shape.fingerprint, welcome.fingerprint
             reason = first_difference(ours, theirs, partial=False)
         if reason is not None:
-            log.error("%s node %s is not used: %s", node.role, node.address, reason)
+            text = "%s node %s is not used: %s"
+            self._said.error("unused", node.address, text, node.role, node.address, reason)
         elif not node.usable:
-            log.info("%s node %s is ready", node.role, node.address)
+            self._said.info("ready", node.address, "%s node %s is ready", node.role, node.address)
         node.usable = reason is None
 
     # -- requests ----------------------------------------------------------------------------------
@@ -219,8 +227,11 @@ class Nodes:
         prompt: Prompt,
         make: Callable[[int, tuple[str, ...]], Generate],
         avoid: frozenset[str] = frozenset(),
+        doubted: frozenset[str] = frozenset(),
     ) -> Run:
         """Sends a request to the best decode node that is not to be avoided.
+
+        One that is `doubted` gets it only if there is no other.
 
         `make` gets its number and the addresses of prefill nodes, the best one first.
 
@@ -229,7 +240,7 @@ class Nodes:
         NoNode
             None can take it.
         """
-        return self._submit(sink, prompt, make, avoid, frozenset())
+        return self._submit(sink, prompt, make, avoid, doubted, frozenset())
 
     def _submit(
         self,
@@ -237,9 +248,10 @@ class Nodes:
         prompt: Prompt,
         make: Callable[[int, tuple[str, ...]], Generate],
         avoid: frozenset[str],
+        doubted: frozenset[str],
         dead: frozenset[str],
     ) -> Run:
-        node, prefix = self._choose_decode(prompt, avoid, dead)
+        node, prefix = self._choose_decode(prompt, avoid, doubted, dead)
         addresses, known = self._order_prefill(prompt)
         missing = prompt.size - prefix
         remote = addresses[0] if addresses and missing > self._block_size else ""
@@ -247,12 +259,16 @@ class Nodes:
         now = time.monotonic()
         request = Open(sink, prompt.keys, missing, remote, now + INQUIRE_SECONDS)
         if not node.submit(make(number, addresses), request):
-            return self._submit(sink, prompt, make, avoid, dead | {node.address})
+            return self._submit(sink, prompt, make, avoid, doubted, dead | {node.address})
         self._note_choice(node, remote)
         return Run(node, number, min(max(prefix, known), prompt.size - 1))
 
     def _choose_decode(
-        self, prompt: Prompt, avoid: frozenset[str], dead: frozenset[str]
+        self,
+        prompt: Prompt,
+        avoid: frozenset[str],
+        doubted: frozenset[str],
+        dead: frozenset[str],
     ) -> tuple[Node, int]:
         usable = [node for node in self.decode if node.usable]
         able = [node for node in usable if node.able and node.address not in avoid | dead]
@@ -261,6 +277,7 @@ class Nodes:
         if not able:
             draining = any(node.draining for node in usable) and not avoid
             raise NoNode("draining" if draining else "loading" if self.shape is None else "lost")
+        able = [node for node in able if node.address not in doubted] or able
         views = [
             DecodeView(
                 self._prefix(node, prompt),

@@ -15,13 +15,24 @@ from kvferry.kvstore.wire import AnyMessage, StepOutput
 
 
 class Handover:
-    """Gives a node's messages to `act` in order, about `tokens` generated tokens a turn."""
+    """Gives a node's messages to `act` in order, about `tokens` generated tokens a turn.
 
-    def __init__(self, act: Callable[[AnyMessage], None], tokens: int) -> None:
+    As long as it is `busy` its owner should not read on; it calls `idle` when it may again.
+    """
+
+    def __init__(
+        self, act: Callable[[AnyMessage], None], tokens: int, idle: Callable[[], None]
+    ) -> None:
         self._act = act
         self._tokens = tokens
+        self._idle = idle
         self._waiting: deque[AnyMessage] = deque()
         self._scheduled = False
+
+    @property
+    def busy(self) -> bool:
+        """Something waits for the next turn."""
+        return bool(self._waiting)
 
     def push(self, message: AnyMessage) -> None:
         if isinstance(message, StepOutput) and len(message.tokens) > self._tokens:
@@ -32,10 +43,15 @@ class Handover:
         else:
             self._waiting.append(message)
         if not self._scheduled:
-            self._work()
+            self._slice()
 
-    def _work(self) -> None:
+    def _turn(self) -> None:
         self._scheduled = False
+        self._slice()
+        if not self._waiting:
+            self._idle()
+
+    def _slice(self) -> None:
         left = self._tokens
         while self._waiting and left > 0:
             message = self._waiting.popleft()
@@ -43,7 +59,7 @@ class Handover:
             self._act(message)
         if self._waiting and not self._scheduled:
             self._scheduled = True
-            asyncio.get_running_loop().call_soon(self._work)
+            asyncio.get_running_loop().call_soon(self._turn)
 
     def flush(self) -> None:
         """Everything that has come, now."""

@@ -20,12 +20,12 @@ class Report:
     """Of the prompt that waited longest."""
     handoff_ms: float
     predicted_ms: float
-    cached_tokens: int
-    """Prompt tokens not recomputed thanks to earlier requests."""
+    cached_tokens: int | None
+    """Prompt tokens not recomputed thanks to earlier requests; None: nobody can say any more."""
 
 
-def make_report(done: Sequence[Done], prompt_tokens: int) -> Report:
-    """The sums of one account a prompt."""
+def make_report(done: Sequence[Done], prompt_tokens: int, *, vouched: bool) -> Report:
+    """The sums of one account a prompt; not `vouched`: one of them is made up."""
 
     def total(name: str) -> int:
         return sum(getattr(item.sources, name) for item in done)
@@ -44,7 +44,7 @@ def make_report(done: Sequence[Done], prompt_tokens: int) -> Report:
         stages=max((item.stages for item in done), key=_waited),
         handoff_ms=max(item.handoff_ms for item in done),
         predicted_ms=max(item.predicted_ms for item in done),
-        cached_tokens=max(0, min(hits, prompt_tokens - len(done))),
+        cached_tokens=max(0, min(hits, prompt_tokens - len(done))) if vouched else None,
     )
 
 

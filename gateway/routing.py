@@ -11,9 +11,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from kvferry.kvstore.errors import ProtocolBroken
+from kvferry.kvstore.keys import KEY_BYTES
 from kvferry.kvstore.wire import KeyBatch
 
-KEY_BYTES = 16
+MAX_KEYS = 4 << 20
+"""Kept of one node, whatever it says that it has room for."""
 COMPANY_TOKENS = 64
 """What one more request in a node's batch weighs, in prompt tokens to compute: a step takes longer
 with each. A shared prefix of 640 tokens draws ten requests more to its node than go elsewhere."""
@@ -48,8 +51,23 @@ class KnownKeys:
         self._held = set()
         self._expected.clear()
 
-    def apply(self, batch: KeyBatch) -> None:
-        """Takes a batch; afterwards `synced` says whether a full one must be asked for."""
+    def apply(self, batch: KeyBatch, capacity: int = MAX_KEYS) -> None:
+        """Takes a batch; afterwards `synced` says whether a full one must be asked for.
+
+        Raises
+        ------
+        ProtocolBroken
+            More keys than the node has blocks, which are `capacity`. Nothing is known then.
+        """
+        count = max(len(batch.committed), len(batch.evicted)) // KEY_BYTES
+        if count <= capacity:
+            self._apply(batch)
+            count = len(self._held)
+        if count > capacity:
+            self._number, self._held = None, set()
+            raise ProtocolBroken(f"keys of {count} blocks, of which it has {capacity}")
+
+    def _apply(self, batch: KeyBatch) -> None:
         last = self._number
         if batch.full:
             if last is None or batch.number >= last:  # else it was overtaken by newer ones

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from kvferry.kvstore.blocks import BlockPool
 from kvferry.kvstore.router import Peer, Server
-from kvferry.kvstore.wire import KeyBatch, Load, StepNotice
+from kvferry.kvstore.wire import MAX_STEP_SECONDS, KeyBatch, Load, StepNotice
 
 REPORT_SECONDS = 0.5
 NOTICE_SECONDS = 0.25
@@ -59,7 +59,7 @@ class Announcer:
         """Call before a step; only a long one is announced, to every peer."""
         if predicted_s >= NOTICE_SECONDS:
             for peer in list(self._server.peers.values()):
-                self._server.send(peer, StepNotice(predicted_s))
+                self._server.send(peer, StepNotice(min(predicted_s, MAX_STEP_SECONDS)))
 
     def resync(self, peer: Peer) -> None:
         """Restates all keys to one gateway with the next report."""

@@ -116,7 +116,7 @@ class Booted:
         )
         hello = Hello(PROTOCOL, self.role, fingerprint)
         return lambda address: Client(
-            self.context, address, hello, self.server.incarnation, self.curve
+            self.context, address, hello, self.server.incarnation, self.curve, self.server.said
         )
 
 

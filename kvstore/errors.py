@@ -4,7 +4,8 @@
      ├── ConfigError        a flag, a variable or a folder is wrong; the user can fix it
      └── WireError          a peer sent something this process must not act on
           ├── MalformedFrame   not a message at all, or one whose sizes do not add up
-          └── PeerMismatch     well-formed, but the peer computes or speaks differently
+          ├── PeerMismatch     well-formed, but the peer computes or speaks differently
+          └── ProtocolBroken   well-formed, but nothing that a peer which works would say
 
 Knows nothing of HTTP: the gateway maps what reaches it in one place of its own.
 """
@@ -26,6 +27,10 @@ class WireError(KvferryError):
 
 class MalformedFrame(WireError):
     """A frame that does not decode, or whose sizes and counts contradict each other."""
+
+
+class ProtocolBroken(WireError):
+    """A message that its sender could not send if it did what it must."""
 
 
 class PeerMismatch(WireError):

@@ -27,12 +27,14 @@ from kvferry.kvstore.errors import MalformedFrame
 from kvferry.kvstore.faults import FaultInjector
 from kvferry.kvstore.sockets import (
     PROBE_SECONDS,
+    TURN_MESSAGES,
     LinkCounters,
     first_difference,
     from_frames,
     prepare,
     to_frames,
 )
+from kvferry.kvstore.sparse_log import SparseLog
 from kvferry.kvstore.wire import (
     AnyMessage,
     Hello,
@@ -88,6 +90,8 @@ class _Clock:
 class Client:
     """The DEALER of one process to one server. Dies once; make a new one then.
 
+    Log lines that the server can cause go to `said`, which outlives the client.
+
     Raises zmq.ZMQError when `address` is none.
     """
 
@@ -98,6 +102,7 @@ class Client:
         hello: Hello,
         incarnation: int,
         curve: CurveKeys | None = None,
+        said: SparseLog | None = None,
     ) -> None:
         self.address = address
         self.state = LinkState.CONNECTING
@@ -107,10 +112,11 @@ class Client:
         self.counters = LinkCounters()
         self.faults: FaultInjector | None = None
         """Set by tests only: damages and delays what is sent."""
+        self._said = SparseLog(log) if said is None else said
         self._hello = hello
         self._incarnation = incarnation
         self._hello_sent = False
-        self._probe_at = 0.0
+        self._probe_at = self._pinged_at = 0.0
         self._unanswered_since: float | None = None
         self._clock = _Clock()
         self.socket = context.socket(zmq.DEALER)
@@ -135,7 +141,7 @@ class Client:
 
     @property
     def fd(self) -> int:
-        """ZeroMQ's edge-triggered descriptor: when it is readable, call `receive` to the end."""
+        """ZeroMQ's edge-triggered descriptor: if it is readable, `receive` until not `waiting`."""
         fd = self.socket.getsockopt(zmq.FD)
         assert isinstance(fd, int)
         return fd
@@ -176,10 +182,17 @@ class Client:
             for held in self.faults.due(time.monotonic()):
                 self._put(held.frames)
 
+    @property
+    def waiting(self) -> bool:
+        """Whether something has come that `receive` has not read."""
+        return self.socket.poll(0, zmq.POLLIN) != 0
+
     def receive(self) -> Iterator[Received]:
-        """The server's messages, until nothing is waiting. Stop any time."""
+        """The server's messages, until nothing is waiting or it has had its turn. Stop any time."""
         self._put_held()
-        while self.state in (LinkState.CONNECTING, LinkState.READY):
+        for _ in range(TURN_MESSAGES):
+            if self.state not in (LinkState.CONNECTING, LinkState.READY):
+                break
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
@@ -194,7 +207,9 @@ class Client:
             envelope, payloads = from_frames(frames)
         except MalformedFrame as error:
             self.counters.malformed += 1
-            log.warning("dropped a frame from %s: %s", self.address, error)
+            self._said.warning(
+                "malformed", self.address, "dropped a frame from %s: %s", self.address, error
+            )
             return None
         message = envelope.body
         self._unanswered_since = None
@@ -213,7 +228,8 @@ class Client:
         elif isinstance(message, Ping):
             self.send(Pong(message.sent_at, time.monotonic()))
         elif isinstance(message, Pong):
-            self._clock.observe(message.sent_at, message.answered_at, time.monotonic())
+            if message.sent_at == self._pinged_at:  # else it is late, or made up
+                self._clock.observe(message.sent_at, message.answered_at, time.monotonic())
         else:
             return Received(message, payloads)
         return None
@@ -254,6 +270,7 @@ class Client:
 
     def _ping(self, now: float) -> None:
         self._probe_at = now + PROBE_SECONDS
+        self._pinged_at = now
         if self.send(Ping(now)) and self._unanswered_since is None:
             self._unanswered_since = now
 
@@ -278,7 +295,7 @@ class Client:
 
     def _die(self, why: str) -> None:
         if self.state is not LinkState.DEAD:
-            log.warning("lost %s: %s", self.address, why)
+            self._said.warning("lost", self.address, "lost %s: %s", self.address, why)
             self.state = LinkState.DEAD
 
     def close(self) -> None:

@@ -20,12 +20,14 @@ from kvferry.kvstore.errors import MalformedFrame, PeerMismatch
 from kvferry.kvstore.faults import FaultInjector
 from kvferry.kvstore.sockets import (
     PROBE_SECONDS,
+    TURN_MESSAGES,
     LinkCounters,
     first_difference,
     from_frames,
     prepare,
     to_frames,
 )
+from kvferry.kvstore.sparse_log import SparseLog
 from kvferry.kvstore.wire import (
     PROTOCOL,
     AnyMessage,
@@ -68,6 +70,8 @@ class Server:
     ) -> None:
         self.incarnation = incarnation
         self.counters = LinkCounters()
+        self.said = SparseLog(log)
+        """For lines that a peer can cause, also those of the node behind this socket."""
         self.faults: FaultInjector | None = None
         """Set by tests only: damages and delays what is sent."""
         self.peers: dict[bytes, Peer] = {}
@@ -93,9 +97,12 @@ class Server:
         self._welcome = welcome
 
     def receive(self) -> Iterator[FromPeer]:
-        """Messages of peers that have said hello, until nothing is waiting. Stop any time."""
+        """Messages of peers that have said hello, until nothing is waiting or for one turn.
+
+        Stop any time: what is left is read by the next call.
+        """
         self._put_held()
-        while True:
+        for _ in range(TURN_MESSAGES):
             try:
                 frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
@@ -110,7 +117,8 @@ class Server:
             envelope, payloads = from_frames(frames[1:])
         except MalformedFrame as error:
             self.counters.malformed += 1
-            log.warning("dropped a frame: %s", error)
+            whose = identity.hex() if identity in self.peers else ""
+            self.said.warning("malformed", whose, "dropped a frame: %s", error)
             return None
         message = envelope.body
         if isinstance(message, Hello):
@@ -147,12 +155,16 @@ class Server:
         )
         if difference is not None:
             self.counters.refused += 1
-            log.error("refused a %s: %s", hello.role, difference)
+            self.said.error("refused", hello.role, "refused a %s: %s", hello.role, difference)
             self._send(
                 identity, sender, Refused(difference.field, difference.ours, difference.theirs)
             )
             return
-        self.peers[identity] = Peer(identity, hello.role, sender)
+        peer = Peer(identity, hello.role, sender)
+        known = self.peers.get(identity)
+        if known is not None and known != peer:
+            self._lose(known)  # who it was before has nothing here any more
+        self.peers[identity] = peer
         self._send(identity, sender, welcome)
 
     def send(
@@ -197,11 +209,17 @@ class Server:
     def tick(self, now: float) -> None:
         """Probes every peer once a second."""
         self._put_held()
+        self.said.tick()
         if now < self._probe_at:
             return
         self._probe_at = now + PROBE_SECONDS
         for peer in list(self.peers.values()):
             self.send(peer, Ping(now))
+
+    def ignored(self, peer: Peer, message: AnyMessage) -> None:
+        """Logs that a peer said what somebody in its role has no business to say."""
+        kind = type(message).__name__
+        self.said.warning("ignored", peer.identity.hex(), "ignored a %s from a %s", kind, peer.role)
 
     def take_lost(self) -> list[Peer]:
         """Peers found gone since the last call."""

@@ -23,6 +23,9 @@ MAX_SHOWN = 200
 HIGH_WATER = 100_000
 """Messages. Credits keep every queue far below it; reaching it means that the peer is stuck."""
 
+TURN_MESSAGES = 1000
+"""Read at once, so that no peer that floods a socket keeps its owner from everything else."""
+
 
 def new_incarnation() -> int:
     """A number no other start of any process has."""

@@ -1,7 +1,9 @@
 """Every message that crosses a process border, and how one becomes bytes.
 
 A message is a frozen struct that msgspec encodes as a positional msgpack array with an integer tag
-and checks against these annotations before anything acts on it. The header frame is an
+and checks against these annotations before anything acts on it: every number has its bounds, every
+text, tuple and dict its largest size, and no float is infinite or no number. What only a receiver
+can know it checks where it acts. The header frame is an
 `Envelope` that carries both sides' incarnations; raw bytes (KV blocks) follow in frames of their
 own and never pass through msgpack. Nothing is ever unpickled. This module owns the vocabulary; it
 knows neither sockets nor what a message makes somebody do.
@@ -18,6 +20,7 @@ dropped like one that was lost, and never acted on.
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 import msgspec
@@ -25,14 +28,41 @@ import xxhash
 from msgspec import Meta, Struct
 
 from kvferry.kvstore.errors import MalformedFrame
+from kvferry.kvstore.keys import KEY_BYTES
 
 PROTOCOL = 2
 MAX_HEADER_BYTES = 64 << 20
 """A header larger than this is refused unread: 2 million prompt tokens fit."""
 
-Count = Annotated[int, Meta(ge=0)]
+MAX_STEP_SECONDS = 60.0
+"""No node announces, nor is believed, that a step takes longer."""
+MAX_CHOICES = 128
+
+Count = Annotated[int, Meta(ge=0, le=1 << 53)]
+"""Exact in JSON and as a float."""
+Integer = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+Incarnation = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Sum = Annotated[int, Meta(ge=0)]
+"""64 bits, which is all that msgpack has for an integer."""
+TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
+Choice = Annotated[int, Meta(ge=0, le=MAX_CHOICES - 1)]
+Real = Annotated[float, Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+"""Any number, but a number: bounds keep out infinities, and NaN, which is within none."""
+Figure = Annotated[float, Meta(ge=0, le=1e18)]
+Seconds = Annotated[float, Meta(ge=0, le=1e9)]
+"""A duration, or a reading of somebody's monotonic clock."""
+Milliseconds = Annotated[float, Meta(ge=0, le=1e12)]
+LogProb = Annotated[float, Meta(ge=-1e9, le=1.0)]
+"""Minus infinity is sent as a large negative number; rounding may put a certain token above 0."""
 Text = Annotated[str, Meta(max_length=4096)]
-Key = Annotated[bytes, Meta(min_length=16, max_length=16)]
+Name = Annotated[str, Meta(max_length=100, pattern=r"^[a-z][a-z0-9_]*\Z")]
+"""Of a role, a counter or a fingerprint's field: harmless in a log line and as a metric's name."""
+Finish = Annotated[str, Meta(max_length=32, pattern=r"^(stop|length|stop:[0-9]{1,10})?\Z")]
+Raw = Annotated[bytes, Meta(max_length=MAX_HEADER_BYTES)]
+Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
+Fingerprint = Annotated[dict[Name, Text], Meta(max_length=64)]
+TokenIds = Annotated[tuple[TokenId, ...], Meta(max_length=4096)]
+Alternatives = Annotated[tuple[tuple[TokenId, LogProb], ...], Meta(max_length=1024)]
 
 
 class Message(Struct, frozen=True, array_like=True):
@@ -45,20 +75,20 @@ class Message(Struct, frozen=True, array_like=True):
 class Hello(Message, frozen=True, array_like=True, tag=1):
     """The first message of a client. A gateway sends the fingerprint fields it can know."""
 
-    protocol: int
-    role: Text
-    fingerprint: dict[str, str]
+    protocol: Integer
+    role: Name
+    fingerprint: Fingerprint
 
 
 class Welcome(Message, frozen=True, array_like=True, tag=2):
     """The server's answer to a Hello it accepts."""
 
-    role: Text
-    fingerprint: dict[str, str]
-    block_size: Count
-    num_blocks: Count
-    max_model_len: Count
-    max_num_seqs: Count
+    role: Name
+    fingerprint: Fingerprint
+    block_size: Annotated[int, Meta(ge=1, le=1 << 16)]
+    num_blocks: Annotated[int, Meta(ge=1, le=1 << 24)]
+    max_model_len: Annotated[int, Meta(ge=1, le=1 << 31)]
+    max_num_seqs: Annotated[int, Meta(ge=0, le=1 << 20)]
 
 
 class HelloRequired(Message, frozen=True, array_like=True, tag=3):
@@ -74,14 +104,14 @@ class Refused(Message, frozen=True, array_like=True, tag=4):
 
 
 class Ping(Message, frozen=True, array_like=True, tag=5):
-    sent_at: float
+    sent_at: Seconds
     """The sender's monotonic clock, seconds."""
 
 
 class Pong(Message, frozen=True, array_like=True, tag=6):
-    sent_at: float
+    sent_at: Seconds
     """Echo of the Ping."""
-    answered_at: float
+    answered_at: Seconds
     """The answerer's monotonic clock, seconds: the pair gives the offset of the two clocks."""
 
 
@@ -91,15 +121,15 @@ class Pong(Message, frozen=True, array_like=True, tag=6):
 class Sampling(Struct, frozen=True, array_like=True):
     """How one request's tokens are drawn; the defaults change nothing."""
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    logit_bias: tuple[tuple[int, float], ...] = ()
-    logprobs: int | None = None
+    temperature: Real = 1.0
+    top_p: Real = 1.0
+    top_k: Integer = 0
+    min_p: Real = 0.0
+    repetition_penalty: Real = 1.0
+    frequency_penalty: Real = 0.0
+    presence_penalty: Real = 0.0
+    logit_bias: Annotated[tuple[tuple[TokenId, Real], ...], Meta(max_length=1 << 20)] = ()
+    logprobs: Annotated[int, Meta(ge=0, le=1024)] | None = None
     """None: none wanted; else how many alternatives beside the drawn token."""
 
 
@@ -108,30 +138,30 @@ class Generate(Message, frozen=True, array_like=True, tag=10):
 
     request: Count
     """Chosen by the gateway, unique on its connection."""
-    prompt: bytes
+    prompt: Raw
     """Token ids, int32."""
     root: Key
     """Root key of the tenant: generated blocks are chained from it too."""
-    keys: bytes
+    keys: Raw
     """Keys of the prompt's whole blocks, concatenated."""
-    max_tokens: Annotated[int, Meta(ge=1)]
+    max_tokens: Annotated[int, Meta(ge=1, le=1 << 53)]
     min_tokens: Count
-    eos_ids: tuple[int, ...]
+    eos_ids: TokenIds
     """Ids that end a choice; empty under ignore_eos."""
-    stop_token_ids: tuple[int, ...]
+    stop_token_ids: TokenIds
     sampling: Sampling
-    seed: int
-    choices: Annotated[int, Meta(ge=1, le=128)]
-    outputs: tuple[bytes, ...] = ()
+    seed: Integer
+    choices: Annotated[int, Meta(ge=1, le=MAX_CHOICES)]
+    outputs: Annotated[tuple[Raw, ...], Meta(max_length=MAX_CHOICES)] = ()
     """Token ids already streamed, per choice: the request resumes behind them."""
-    finished: tuple[int, ...] = ()
+    finished: Annotated[tuple[Choice, ...], Meta(max_length=MAX_CHOICES)] = ()
     """Choices that had ended already when the request resumed."""
-    prefill_nodes: tuple[Text, ...] = ()
+    prefill_nodes: Annotated[tuple[Text, ...], Meta(max_length=1024)] = ()
     """Addresses of prefill nodes, the best one first; the next is asked when one fails."""
-    priority: int = 0
-    deadline_s: float = 0.0
+    priority: Integer = 0
+    deadline_s: Seconds = 0.0
     """Seconds from arrival until the whole request is given up; 0: never."""
-    forced: bytes = b""
+    forced: Raw = b""
     """Ids to emit in place of drawn ones (test hook); int32."""
 
 
@@ -139,7 +169,7 @@ class Stop(Message, frozen=True, array_like=True, tag=11):
     """The gateway ended one choice (a stop string): `kept` tokens count, the rest is overrun."""
 
     request: Count
-    choice: Count
+    choice: Choice
     kept: Count
 
 
@@ -159,51 +189,51 @@ class Running(Message, frozen=True, array_like=True, tag=14):
     """The request is alive, and so many tokens of each choice have been sent."""
 
     request: Count
-    sent: tuple[Count, ...]
+    sent: Annotated[tuple[Count, ...], Meta(max_length=MAX_CHOICES)]
 
 
 class Token(Struct, frozen=True, array_like=True):
     """One generated token of one choice."""
 
-    request: int
-    choice: int
-    index: int
+    request: Count
+    choice: Choice
+    index: Count
     """How many tokens of this choice came before."""
-    token: int
-    finish: str = ""
+    token: TokenId
+    finish: Finish = ""
     """Empty, or why this was the last token: `stop`, `length`, `stop:<token id>`."""
-    logprob: float = 0.0
-    top: tuple[tuple[int, float], ...] = ()
+    logprob: LogProb = 0.0
+    top: Alternatives = ()
 
 
 class StepOutput(Message, frozen=True, array_like=True, tag=20):
     """All tokens that one step made for one gateway."""
 
-    tokens: tuple[Token, ...]
+    tokens: Annotated[tuple[Token, ...], Meta(max_length=1 << 16)]
 
 
 class PromptSources(Struct, frozen=True, array_like=True):
     """Where a prompt's tokens came from; the sum is the prompt's length."""
 
-    device: int = 0
-    host: int = 0
-    disk: int = 0
-    remote: int = 0
-    prefill: int = 0
+    device: Count = 0
+    host: Count = 0
+    disk: Count = 0
+    remote: Count = 0
+    prefill: Count = 0
     """Computed on the prefill node."""
-    decode: int = 0
+    decode: Count = 0
     """Computed on the decode node."""
 
 
 class Stages(Struct, frozen=True, array_like=True):
     """Time to first token by stage: disjoint intervals on the decode node's clock, milliseconds."""
 
-    queue: float = 0.0
-    lookup: float = 0.0
-    load: float = 0.0
-    prefill: float = 0.0
-    transfer: float = 0.0
-    first_step: float = 0.0
+    queue: Milliseconds = 0.0
+    lookup: Milliseconds = 0.0
+    load: Milliseconds = 0.0
+    prefill: Milliseconds = 0.0
+    transfer: Milliseconds = 0.0
+    first_step: Milliseconds = 0.0
 
 
 class Done(Message, frozen=True, array_like=True, tag=21):
@@ -212,13 +242,13 @@ class Done(Message, frozen=True, array_like=True, tag=21):
     request: Count
     sources: PromptSources
     stages: Stages
-    handoff_ms: float
+    handoff_ms: Milliseconds
     """From the end of the prefill node's last chunk to the start of the first step, or 0."""
-    predicted_n: int
-    predicted_ms: float
+    predicted_n: Count
+    predicted_ms: Milliseconds
     """From the first token to the last, all choices."""
-    bytes_shipped: int
-    preemptions: int
+    bytes_shipped: Count
+    preemptions: Count
 
 
 class Rejected(Message, frozen=True, array_like=True, tag=22):
@@ -229,20 +259,20 @@ class Rejected(Message, frozen=True, array_like=True, tag=22):
     """
 
     request: Count
-    code: Text
+    code: Name
     message: Text
 
 
 class Load(Message, frozen=True, array_like=True, tag=23):
     """A node's state, sent to every gateway about once a second and when it changes much."""
 
-    running: int
-    waiting: int
-    blocks_used: int
-    blocks_cached: int
-    blocks_total: int
+    running: Count
+    waiting: Count
+    blocks_used: Count
+    blocks_cached: Count
+    blocks_total: Count
     draining: bool
-    counters: dict[str, float]
+    counters: Annotated[dict[Name, Figure], Meta(max_length=256)]
     """Monotonic counters of this incarnation, by metric stem."""
 
 
@@ -251,14 +281,19 @@ class KeyBatch(Message, frozen=True, array_like=True, tag=24):
 
     number: Count
     full: bool
-    committed: bytes
-    evicted: bytes
+    committed: Raw
+    evicted: Raw
+
+    def __post_init__(self) -> None:
+        torn = len(self.committed) % KEY_BYTES or len(self.evicted) % KEY_BYTES
+        if torn:
+            raise ValueError(f"keys have {KEY_BYTES} bytes each, and {torn} are left over")
 
 
 class StepNotice(Message, frozen=True, array_like=True, tag=25):
     """The node starts a step that it expects to take this long: silence until then is no stall."""
 
-    predicted_s: float
+    predicted_s: Annotated[float, Meta(ge=0, le=MAX_STEP_SECONDS)]
 
 
 class DebugRequest(Message, frozen=True, array_like=True, tag=28):
@@ -266,12 +301,12 @@ class DebugRequest(Message, frozen=True, array_like=True, tag=28):
 
     number: Count
     kind: Text
-    body: bytes
+    body: Annotated[bytes, Meta(max_length=1 << 20)]
 
 
 class DebugReply(Message, frozen=True, array_like=True, tag=29):
     number: Count
-    body: bytes
+    body: Annotated[bytes, Meta(max_length=16 << 20)]
     """JSON; `{"error": …}` when it was refused."""
 
 
@@ -291,15 +326,15 @@ class Offer(Message, frozen=True, array_like=True, tag=30):
 
     transfer: Count
     epoch: Count
-    tokens: bytes
+    tokens: Raw
     """Token ids of blocks `[0, last)`, int32."""
-    keys: bytes
+    keys: Raw
     """Keys of blocks `[0, last)`."""
     first: Count
     last: Count
     credit: Count
     """Bytes that P may have in flight before D returns some."""
-    priority: int = 0
+    priority: Integer = 0
 
 
 class Accepted(Message, frozen=True, array_like=True, tag=31):
@@ -308,7 +343,7 @@ class Accepted(Message, frozen=True, array_like=True, tag=31):
     transfer: Count
     epoch: Count
     prefix: Count
-    expected_start_s: float
+    expected_start_s: Seconds
     """Seconds until P expects to start computing."""
 
 
@@ -328,7 +363,7 @@ class Blocks(Message, frozen=True, array_like=True, tag=33):
     transfer: Count
     epoch: Count
     first: Count
-    checksums: tuple[Count, ...]
+    checksums: Annotated[tuple[Sum, ...], Meta(max_length=1 << 20)]
     """xxh3-64 of each payload frame."""
 
 
@@ -348,9 +383,9 @@ class Complete(Message, frozen=True, array_like=True, tag=35):
     reused: Count
     """Blocks that came from P's own pool."""
     computed: Count
-    started_at: float
+    started_at: Seconds
     """When P began to compute, on P's monotonic clock; equal to finished_at if it did not."""
-    finished_at: float
+    finished_at: Seconds
     """When P's last chunk ended."""
 
 
@@ -400,9 +435,9 @@ AnyMessage = (
 class Envelope(Struct, frozen=True, array_like=True):
     """The header frame."""
 
-    sender: int
+    sender: Incarnation
     """Incarnation of the sending process: random, new with every start."""
-    receiver: int
+    receiver: Incarnation
     """Incarnation that the sender believes it speaks to; 0 before it knows one."""
     body: AnyMessage
 

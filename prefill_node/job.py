@@ -12,6 +12,10 @@ from kvferry.kvstore.keys import KEY_BYTES, split_keys, unpack_tokens
 from kvferry.kvstore.router import Peer
 from kvferry.kvstore.wire import Offer
 
+MAX_CREDIT_BYTES = 256 << 20
+"""What one transfer may have under way, whatever its receiver says that it can take: what it does
+not read is held here."""
+
 
 class JobState(Enum):
     """The life of a transfer on the sender's side.
@@ -59,6 +63,10 @@ class Job:
     """Key of the block that another job was computing when this one was last looked at."""
     started_at: float = 0.0
     finished_at: float = 0.0
+
+    def grant(self, size: int, block_bytes: int) -> None:
+        """The receiver can take so many bytes more."""
+        self.credit = min(self.credit + size, max(MAX_CREDIT_BYTES, 2 * block_bytes))
 
     @property
     def target(self) -> int:

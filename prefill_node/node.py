@@ -12,7 +12,6 @@ evicted as soon as its transfer is complete.
 
 from __future__ import annotations
 
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -43,8 +42,6 @@ from kvferry.kvstore.wire import (
 )
 from kvferry.prefill_node.job import Job, JobState, open_job
 from kvferry.prefill_node.scheduler import Chunk, PrefillScheduler
-
-log = logging.getLogger(__name__)
 
 MESSAGE_BYTES = 4 << 20
 """Payload of one `Blocks` message at most; one block is sent whatever its size."""
@@ -193,7 +190,7 @@ class PrefillNode:
             case Credit() as message:
                 job = self._find(received.peer, message.transfer, message.epoch)
                 if job is not None:
-                    job.credit += message.size
+                    job.grant(message.size, self._engine.spec.block_bytes)
             case AbortTransfer(transfer, epoch):
                 self._aborted(received.peer, transfer, epoch)
             case Probe(transfer, epoch):
@@ -202,10 +199,11 @@ class PrefillNode:
                 self.debug.answer(received.peer, message)
             case Resync():
                 self._announcer.resync(received.peer)
-            case Drain():
+            case Drain() if received.peer.role == "gateway":
                 self._draining = True
             case message:
-                log.warning("ignored a %s from a %s", type(message).__name__, received.peer.role)
+                self._counters["messages_ignored"] += 1
+                self._server.ignored(received.peer, message)
 
     def _aborted(self, peer: Peer, transfer: int, epoch: int) -> None:
         job = self._find(peer, transfer, epoch)
@@ -241,7 +239,8 @@ class PrefillNode:
             try:
                 job = open_job(peer, offer, self._engine.spec.block_size, self._clock())
             except ValueError as error:
-                log.warning("an offer from %s makes no sense: %s", peer.role, error)
+                text = "an offer from a %s makes no sense: %s"
+                self._server.said.warning("offer", peer.identity.hex(), text, peer.role, error)
                 reason = "invalid"
         if job is None or not self._valid_ids(job):
             self._counters["transfers_declined"] += 1
@@ -251,6 +250,7 @@ class PrefillNode:
             )
             return
         self._counters["transfers"] += 1
+        job.grant(0, self._engine.spec.block_bytes)
         self.scheduler.add(job)
 
     def _refusal(self, peer: Peer, offer: Offer) -> str:

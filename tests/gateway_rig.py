@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -80,6 +80,10 @@ class Behaviour:
     """Which of its messages never arrive."""
     ignores: Callable[[AnyMessage], bool] = lambda message: False
     """Which messages never arrive there."""
+    lies: Callable[[Generate], Sequence[AnyMessage]] | None = None
+    """What is said to each request, in place of running it."""
+    storm: Callable[[Peer, int], Sequence[Sequence[bytes]]] | None = None
+    """Frames that a peer gets with every turn; the number is the node's incarnation."""
     repeats: bool = False
     """Every message about a request arrives twice."""
 
@@ -107,6 +111,7 @@ class FakeDecode:
         self.resyncs: list[Resync] = []
         self.asked: list[DebugRequest] = []
         self._live: dict[int, _Live] = {}
+        self._done: dict[int, Done] = {}
         self._sayings: deque[AnyMessage] = deque()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._router = Router(self._context, address, new_incarnation())
@@ -141,6 +146,10 @@ class FakeDecode:
                 saying = self._sayings.popleft()
                 for peer in list(self._router.peers.values()):
                     self._router.send(peer, saying)
+            if self.does.storm is not None:
+                for peer in list(self._router.peers.values()):
+                    for frames in self.does.storm(peer, self._router.incarnation):
+                        self._router._put(peer.identity, frames)
             if now >= next_step and self._live and not self.does.hold:
                 next_step = now + self.does.pace
                 for live in list(self._live.values()):
@@ -161,6 +170,10 @@ class FakeDecode:
             if self.does.reject:
                 self._send(peer, Rejected(message.request, self.does.reject, "no"))
                 return
+            if self.does.lies is not None:
+                for lie in self.does.lies(message):
+                    self._send(peer, lie)
+                return
             self._live[message.request] = _open(peer, message)
         elif isinstance(message, Stop):
             self.stops.append(message)
@@ -172,7 +185,9 @@ class FakeDecode:
             self._live.pop(message.request, None)
         elif isinstance(message, Inquire):
             live = self._live.get(message.request)
-            if live is None:
+            if message.request in self._done:
+                self._send(peer, self._done[message.request])
+            elif live is None:
                 self._send(peer, Rejected(message.request, "unknown_request", "no"))
             else:
                 self._send(peer, Running(message.request, tuple(live.at)))
@@ -216,6 +231,7 @@ class FakeDecode:
         size, cached = len(generate.prompt) // 4, self.does.cached
         sources = PromptSources(device=cached, prefill=size - cached)
         done = Done(generate.request, sources, Stages(1, 2, 3, 4, 5, 6), 7, max(live.at), 8, 0, 0)
+        self._done[generate.request] = done
         self._send(live.peer, done)
         del self._live[generate.request]
 

@@ -11,6 +11,7 @@ neither channels nor faults.
 from __future__ import annotations
 
 import io
+import logging
 import marshal
 import pickle
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,7 @@ from kvferry.kvstore.keys import chain, pack_tokens
 from kvferry.kvstore.link import Client, LinkState, Received
 from kvferry.kvstore.router import FromPeer, Peer, Server
 from kvferry.kvstore.sockets import LinkCounters
+from kvferry.kvstore.sparse_log import SparseLog
 from kvferry.kvstore.wire import (
     AnyMessage,
     Done,
@@ -270,11 +272,19 @@ class Link:
         self.closed = True
 
 
+class Unsaid(SparseLog):
+    """Log lines are no part of a state."""
+
+    def _say(self, *line: object) -> None:
+        pass
+
+
 class FakeServer:
     """A node's socket: each `receive` finds one of the `arriving` lots; peers may be gone."""
 
     def __init__(self) -> None:
         self.counters = LinkCounters()
+        self.said = Unsaid(logging.getLogger(__name__))
         self.peers: dict[bytes, Peer] = {}
         self.arriving: list[list[FromPeer]] = []
         self.gone: set[bytes] = set()
@@ -290,6 +300,9 @@ class FakeServer:
             return False
         self.sent.append((peer, message, tuple(payloads)))
         return True
+
+    def ignored(self, peer: Peer, message: AnyMessage) -> None:
+        raise AssertionError(f"a {peer.role} sent a {type(message).__name__}")
 
     def _lose(self, peer: Peer) -> None:
         if self.peers.pop(peer.identity, None) is not None:

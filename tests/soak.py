@@ -245,8 +245,14 @@ HELD = ("held", "claimed", "reserved", "requests", "queued", "in_flight_bytes", 
 
 
 def _held(value: object, path: str) -> Any:
+    """What a ledger says that is held. Who could not be asked may hold anything."""
     if isinstance(value, dict):
         for name, inner in value.items():
+            if name == "error":
+                yield f"{path}error={inner}"
+            elif name == "check":
+                yield from (f"{path}check.{it}" for it in inner.items() if it[1] != "ok")
+                continue
             if name in HELD and isinstance(inner, int | float) and inner:
                 yield f"{path}{name}={inner}"
             else:

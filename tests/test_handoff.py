@@ -471,10 +471,10 @@ def test_a_draining_node_waits_until_its_last_answer_was_read() -> None:
         ({"outputs": (pack_tokens([1] * 9000),)}, "has its 16 tokens"),
         ({"outputs": (b"", b"")}, "outputs"),
         ({"finished": (0,)}, "every choice"),
-        ({"eos_ids": (2**63,), "min_tokens": 3}, "vocabulary"),
+        ({"eos_ids": (2**31 - 1,), "min_tokens": 3}, "vocabulary"),
         ({"stop_token_ids": (300,), "min_tokens": 3}, "vocabulary"),
         ({"sampling": Sampling(logit_bias=((300, 1.0),))}, "vocabulary"),
-        ({"sampling": Sampling(temperature=float("nan"))}, "temperature"),
+        ({"sampling": Sampling(temperature=-1.0)}, "temperature"),
         ({"sampling": Sampling(top_k=-5)}, "top_k"),
     ],
 )

@@ -10,8 +10,12 @@ import pytest
 import zmq
 
 from kvferry.decode_node.inbox import Windows
+from kvferry.decode_node.node import DecodeNode
+from kvferry.kvstore.link import Client, LinkState
+from kvferry.kvstore.sockets import new_incarnation
 from kvferry.kvstore.watch import StallWatch
 from kvferry.kvstore.wire import (
+    PROTOCOL,
     Abort,
     AbortTransfer,
     Accepted,
@@ -19,6 +23,8 @@ from kvferry.kvstore.wire import (
     Blocks,
     Complete,
     Credit,
+    Drain,
+    Hello,
     Inquire,
     Message,
     Offer,
@@ -27,7 +33,8 @@ from kvferry.kvstore.wire import (
     Running,
     TransferAborted,
 )
-from kvferry.tests.harness import DECODE_LIMITS, STANDIN, Cluster, prompt_of
+from kvferry.prefill_node.node import PrefillNode
+from kvferry.tests.harness import DECODE_LIMITS, FINGERPRINT, STANDIN, Cluster, prompt_of
 
 
 @pytest.fixture(params=[1, 0], ids=["apart", "alone"])
@@ -200,6 +207,73 @@ def test_a_gateway_may_ask_how_far_a_request_is(cluster: Cluster) -> None:
                     cluster._collect(received.message)
         assert isinstance(found[0], expected)
     cluster.gateway.send(Abort(message.request))
+
+
+@pytest.mark.D7
+@pytest.mark.A8
+def test_an_account_that_was_lost_is_said_again_but_not_for_ever(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.decode_node.desk.REMEMBERED", 3)
+    cluster.ask(prompt_of(300), max_tokens=3)
+
+    def lose_the_account() -> int:
+        message = cluster.message(prompt_of(300), max_tokens=3)
+        answer = cluster.submit(message)
+        cluster.until(lambda: answer.ended)
+        first, answer.done = answer.done, None
+        assert first is not None and first.sources.device == 288
+        cluster.gateway.send(Inquire(message.request))
+        cluster.until(lambda: answer.ended)
+        assert answer.done == first and answer.rejected is None
+        return message.request
+
+    numbers = [lose_the_account() for _ in range(4)]
+    forgotten = cluster.answers[numbers[0]]
+    forgotten.done = None
+    cluster.gateway.send(Inquire(numbers[0]))
+    cluster.until(lambda: forgotten.ended)
+    assert forgotten.rejected is not None and forgotten.rejected.code == "unknown_request"
+    assert len(cluster.decode.desk._ended) == 3
+
+
+@pytest.mark.B5
+@pytest.mark.parametrize("role", ["decode", "prefill", "nobody", "gateway"])
+def test_only_a_gateway_may_end_a_node(cluster: Cluster, role: str) -> None:
+    nodes: list[DecodeNode | PrefillNode] = [cluster.decode, *cluster.prefill]
+    for node in nodes:
+        _send_drain(cluster, node, role)
+    assert [node._state().draining for node in nodes] == [role == "gateway"] * len(nodes)
+
+
+def _send_drain(cluster: Cluster, node: DecodeNode | PrefillNode, role: str) -> None:
+    """Until the node has read it."""
+    hello = Hello(PROTOCOL, role, FINGERPRINT)
+    client = Client(cluster.context, node._server.address, hello, new_incarnation())
+
+    def sent() -> bool:
+        client.tick(time.monotonic())
+        list(client.receive())
+        return client.state is LinkState.READY and client.send(Drain())
+
+    def heard() -> bool:
+        state = node._state()
+        return state.draining or state.counters.get("messages_ignored", 0) == 1
+
+    cluster.until(sent)
+    cluster.until(heard)
+    client.close()
+
+
+@pytest.mark.B5
+def test_whoever_says_hello_as_another_loses_what_it_had(cluster: Cluster) -> None:
+    server = cluster.decode._server
+    answer = cluster.submit(cluster.message(prompt_of(30), max_tokens=5000))
+    cluster.until(lambda: len(answer.ids()) > 3)
+    (identity,) = [it.identity for it in server.peers.values() if it.role == "gateway"]
+    server._meet(identity, 12345, Hello(PROTOCOL, "gateway", {}))
+    cluster.until(lambda: not cluster.decode.desk)
+    assert cluster.decode.desk.counters["requests_abandoned"] == 1
 
 
 def test_the_watch_speaks_up_once_when_nothing_moves(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -96,6 +97,30 @@ def test_what_must_not_lie_where() -> None:
     assert not (ROOT / "tests" / "kernels").exists()
     assert not (ROOT / "tests" / "__init__.py").exists()
     assert (ROOT / ".typing" / "kvferry").resolve() == ROOT
+
+
+NAMED = re.compile(r"`(?:tests/)?(test_\w+\.py)(?:::(test_\w+))?`")
+
+
+def test_every_test_that_the_documents_name_exists() -> None:
+    documents = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
+    found = {one for path in documents for one in NAMED.findall(path.read_text())}
+    assert len(found) > 20
+    for file, test in sorted(found):
+        assert (ROOT / "tests" / file).is_file(), file
+        if test:
+            functions = ast.walk(tree_of(ROOT / "tests" / file))
+            names = {it.name for it in functions if isinstance(it, ast.FunctionDef)}
+            assert test in names, f"{file} has no {test}"
+
+
+def test_every_row_of_the_failure_table_names_a_test() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    section = text.partition("## What dies, and what the client sees")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("|")][2:]
+    assert len(rows) > 10
+    for row in rows:
+        assert any(test for _, test in NAMED.findall(row)), row
 
 
 def loaded_by(code: str) -> set[str]:

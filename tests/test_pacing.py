@@ -19,10 +19,12 @@ def numbers(messages: list[AnyMessage]) -> list[int]:
 def test_a_large_step_is_handed_over_in_slices_and_in_order() -> None:
     async def run() -> None:
         got: list[AnyMessage] = []
-        handover = Handover(got.append, 10)
+        idle: list[int] = []
+        handover = Handover(got.append, 10, lambda: idle.append(len(got)))
         for message in (tokens(35), Drain(), tokens(3, 35)):
             handover.push(message)
         assert numbers(got) == list(range(10)), "a slice at once, when nobody was before"
+        assert handover.busy
         turns = 0
         while len(numbers(got)) < 38:
             before = len(numbers(got))
@@ -31,6 +33,7 @@ def test_a_large_step_is_handed_over_in_slices_and_in_order() -> None:
             assert len(numbers(got)) - before <= 10
         assert numbers(got) == list(range(38)) and turns >= 3
         assert isinstance(got[-2], Drain), "nothing overtakes"
+        assert not handover.busy and idle == [len(got)]
         handover.push(tokens(1, 38))
         assert numbers(got)[-1] == 38
 
@@ -40,7 +43,7 @@ def test_a_large_step_is_handed_over_in_slices_and_in_order() -> None:
 def test_a_flush_leaves_nothing_behind() -> None:
     async def run() -> None:
         got: list[AnyMessage] = []
-        handover = Handover(got.append, 10)
+        handover = Handover(got.append, 10, lambda: None)
         handover.push(tokens(100))
         handover.flush()
         assert numbers(got) == list(range(100))

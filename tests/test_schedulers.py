@@ -12,7 +12,7 @@ from kvferry.kvstore.chunks import blocks_for, chunk_end, urgency
 from kvferry.kvstore.keys import chain, pack_tokens
 from kvferry.kvstore.router import Peer
 from kvferry.kvstore.wire import Accepted, Blocks, Complete, Generate, Offer, Sampling
-from kvferry.prefill_node.job import Job, JobState, open_job
+from kvferry.prefill_node.job import MAX_CREDIT_BYTES, Job, JobState, open_job
 from kvferry.prefill_node.scheduler import PrefillScheduler
 
 B = 16
@@ -295,6 +295,21 @@ def test_an_offer_whose_counts_disagree_is_refused(changes: dict[str, object]) -
     }
     with pytest.raises(ValueError):
         open_job(PEER, Offer(**{**fields, **changes}), B, 0.0)  # type: ignore[arg-type]
+
+
+@pytest.mark.B5
+def test_no_receiver_is_granted_more_than_this_process_would_hold() -> None:
+    tokens = list(range(4 * B))
+    keys = b"".join(chain(ROOT, tokens, B))
+    offer = Offer(1, 1, pack_tokens(tokens), keys, 0, 4, 100)
+    job = open_job(PEER, offer, B, 0.0)
+    job.grant(50, 10)
+    assert job.credit == 150
+    for _ in range(3):
+        job.grant(1 << 53, 10)
+    assert job.credit == MAX_CREDIT_BYTES
+    job.grant(1 << 53, MAX_CREDIT_BYTES)
+    assert job.credit == 2 * MAX_CREDIT_BYTES, "two blocks always fit"
 
 
 # -- the inbox ---------------------------------------------------------------------------------

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from typing import Annotated
 
 import msgspec
 import pytest
 import xxhash
+from msgspec import inspect
 
 from kvferry.kvstore import wire
 from kvferry.kvstore.errors import MalformedFrame
@@ -91,6 +94,88 @@ def test_a_header_must_announce_its_payloads() -> None:
 def test_a_header_of_the_wrong_shape_is_refused(body: object) -> None:
     encoded = msgspec.msgpack.encode([1, 2, body])
     with pytest.raises(MalformedFrame, match="not a message"):
+        wire.decode(encoded + xxhash.xxh3_64_digest(encoded), ())
+
+
+def constraints(kind: inspect.Type) -> Iterator[inspect.Type]:
+    """Every type that a message consists of, down to the last number."""
+    match kind:
+        case inspect.StructType(fields=fields):
+            for item in fields:
+                yield from constraints(item.type)
+        case inspect.UnionType(types=arms) | inspect.TupleType(item_types=arms):
+            for arm in arms:
+                yield from constraints(arm)
+        case inspect.VarTupleType(item_type=inner):
+            yield kind
+            yield from constraints(inner)
+        case inspect.DictType(key_type=key, value_type=value):
+            yield kind
+            yield from (*constraints(key), *constraints(value))
+        case _:
+            yield kind
+
+
+@pytest.mark.B5
+def test_everything_on_the_wire_is_bounded() -> None:
+    for kind in constraints(inspect.type_info(wire.Envelope)):
+        match kind:
+            case inspect.FloatType(ge=low, le=high):
+                # Both bounds: then neither infinities nor NaN get in.
+                assert low is not None and high is not None
+                decoder = msgspec.msgpack.Decoder(Annotated[float, msgspec.Meta(ge=low, le=high)])
+                for value in (float("nan"), float("inf"), float("-inf")):
+                    with pytest.raises(msgspec.ValidationError):
+                        decoder.decode(msgspec.msgpack.encode(value))
+            case inspect.IntType(ge=low):
+                assert low is not None
+            case inspect.BoolType() | inspect.NoneType():
+                pass
+            case _:
+                assert getattr(kind, "max_length", None) is not None, kind
+
+
+@pytest.mark.B5
+@pytest.mark.parametrize(
+    "message",
+    [
+        wire.Ping(float("nan")),
+        wire.Ping(float("inf")),
+        wire.Ping(-1.0),
+        wire.StepNotice(1e9),
+        wire.Welcome("decode", {}, 0, 1, 1, 1),
+        wire.Welcome("decode", {}, 1 << 20, 1, 1, 1),
+        wire.Welcome("decode", {str(n): "" for n in range(65)}, 16, 1, 1, 1),
+        wire.Welcome("two\nlines", {}, 16, 1, 1, 1),
+        wire.Stop(1, 128, 0),
+        wire.StepOutput((wire.Token(-1, 0, 0, 0),)),
+        wire.StepOutput((wire.Token(1, -1, 0, 0),)),
+        wire.StepOutput((wire.Token(1, 0, -1, 0),)),
+        wire.StepOutput((wire.Token(1, 0, 0, 1 << 31),)),
+        wire.StepOutput((wire.Token(1, 0, 0, 0, "stop:x"),)),
+        wire.StepOutput((wire.Token(1, 0, 0, 0, "stop\n"),)),
+        wire.StepOutput((wire.Token(1, 0, 0, 0, "", float("nan")),)),
+        wire.StepOutput((wire.Token(1, 0, 0, 0, "", 0.0, ((0, float("-inf")),)),)),
+        wire.Done(1, wire.PromptSources(device=-1), wire.Stages(), 0.0, 0, 0.0, 0, 0),
+        wire.Done(1, wire.PromptSources(), wire.Stages(float("nan")), 0.0, 0, 0.0, 0, 0),
+        wire.Load(-1, 0, 0, 0, 0, False, {}),
+        wire.Load(0, 0, 0, 0, 0, False, {"a b": 1.0}),
+        wire.Load(0, 0, 0, 0, 0, False, {"a": float("nan")}),
+        wire.Load(0, 0, 0, 0, 0, False, {f"c{n}": 1.0 for n in range(257)}),
+        wire.Running(1, (1,) * 129),
+    ],
+    ids=repr,
+)
+def test_what_no_honest_peer_says_is_refused(message: wire.AnyMessage) -> None:
+    with pytest.raises(MalformedFrame, match="not a message"):
+        wire.decode(wire.encode(wire.Envelope(1, 2, message)), ())
+
+
+def test_a_torn_key_is_refused() -> None:
+    with pytest.raises(ValueError, match="16 bytes"):
+        wire.KeyBatch(1, True, bytes(17), b"")
+    encoded = msgspec.msgpack.encode([1, 2, [24, 1, True, bytes(16), bytes(15)]])
+    with pytest.raises(MalformedFrame, match="16 bytes"):
         wire.decode(encoded + xxhash.xxh3_64_digest(encoded), ())
 
 

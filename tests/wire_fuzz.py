@@ -7,6 +7,7 @@ makes sense, which gets far deeper into whoever receives it.
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from typing import Any, TypeVar, get_args
 
@@ -27,6 +28,16 @@ _TEXTS: tuple[str, ...] = (
     *("", "gateway", "decode", "asked", "too_large", "ledger", "faults"),
     *("\0", "é" * 50, "x" * 4096, "../", "tcp://", "tcp://127.0.0.1:99999999", "inproc://nowhere"),
 )
+_WORDS = (
+    "stop",
+    "length",
+    "stop:5",
+    "stop:9999999999",
+    "up",
+    "num_preemptions",
+    "a_total",
+    "steps",
+)
 
 Kind = TypeVar("Kind", bound=msgspec.Struct)
 
@@ -42,16 +53,23 @@ class Fuzz:
         """Every field is some value that the decoder lets through."""
         info = inspect.type_info(kind)
         assert isinstance(info, inspect.StructType)
-        return kind(**{field.name: self._value(field.type) for field in info.fields})
+        while True:
+            try:
+                return kind(**{field.name: self._value(field.type) for field in info.fields})
+            except ValueError:
+                continue  # its fields contradict each other
 
     def nearly(self, message: Kind) -> Kind:
         """The message with another value in one or two of its fields."""
         info = inspect.type_info(type(message))
         assert isinstance(info, inspect.StructType)
         fields = self.dice.sample(info.fields, min(len(info.fields), self.dice.choice((1, 1, 2))))
-        return msgspec.structs.replace(
-            message, **{field.name: self._value(field.type) for field in fields}
-        )
+        while True:
+            changes = {field.name: self._value(field.type) for field in fields}
+            try:
+                return msgspec.structs.replace(message, **changes)
+            except ValueError:
+                continue
 
     def generate(self, *prefill_nodes: str) -> Generate:
         """A small request that makes sense."""
@@ -106,26 +124,30 @@ class Fuzz:
         dice = self.dice
         match kind:
             case inspect.IntType(ge=low, le=high):
-                allowed = [
-                    n for n in _INTS if (low is None or n >= low) and (high is None or n <= high)
-                ]
-                return dice.choice(allowed)
-            case inspect.FloatType():
-                return dice.choice(_FLOATS)
+                top = (1 << 64) - 1 if high is None else high
+                bottom = -(1 << 63) if low is None else low
+                return dice.choice([n for n in (*_INTS, bottom, top) if bottom <= n <= top])
+            case inspect.FloatType(ge=low, le=high):
+                assert low is not None and high is not None, "an unbounded float"
+                return dice.choice([x for x in (*_FLOATS, low, high) if low <= x <= high])
             case inspect.BoolType():
                 return dice.random() < 0.5
             case inspect.NoneType():
                 return None
-            case inspect.StrType():
-                return dice.choice(self._texts)
-            case inspect.BytesType(min_length=low, max_length=high):
-                return dice.randbytes(low) if low is not None and low == high else self._bytes()
-            case inspect.VarTupleType(item_type=item):
-                return tuple(self._value(item) for _ in range(dice.choice((0, 1, 2, 5, 300))))
+            case inspect.StrType(pattern=pattern):
+                texts = (*self._texts, *_WORDS)
+                fitting = [it for it in texts if pattern is None or re.search(pattern, it)]
+                return dice.choice(fitting)
+            case inspect.BytesType(min_length=least, max_length=most):
+                fixed = least is not None and least == most
+                return dice.randbytes(least or 0) if fixed else self._bytes()
+            case inspect.VarTupleType(item_type=item, max_length=most):
+                count = min(dice.choice((0, 1, 2, 5, 300)), 300 if most is None else most)
+                return tuple(self._value(item) for _ in range(count))
             case inspect.TupleType(item_types=items):
                 return tuple(self._value(item) for item in items)
-            case inspect.DictType(value_type=item):
-                return {f"{n}{dice.choice(self._texts)}": self._value(item) for n in range(3)}
+            case inspect.DictType(key_type=name, value_type=item):
+                return {self._value(name): self._value(item) for _ in range(3)}
             case inspect.StructType(cls=struct):
                 return self.absurd(struct)
             case inspect.UnionType(types=arms):
