@@ -109,7 +109,7 @@ class _Common:
         return {"token_ids": [token.token for token in piece.tokens]}
 
     def _prompt_ids(self, at: int) -> Json:
-        if not self._params.return_token_ids:
+        if not self._params.return_prompt_token_ids:
             return {}
         return {"prompt_token_ids": self._generation.prompts[at].ids.tolist()}
 
@@ -197,15 +197,24 @@ class ChatForm(_Common):
 class CompletionForm(_Common):
     """`/v1/completions`."""
 
-    def __init__(self, generation: Generation, model: str, tokenizer: Tokenizer) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        model: str,
+        tokenizer: Tokenizer,
+        echoes: Sequence[str] = (),
+    ) -> None:
         super().__init__(generation, model, tokenizer, "cmpl")
+        self._echoes = echoes
+        """What the texts begin with, one a prompt, if anything."""
         self._offsets: dict[int, int] = {}
 
     def whole(self, pieces: Sequence[Sequence[Piece]], report: Report) -> Json:
         choices = []
         for index, parts in enumerate(pieces):
             piece = join(parts)
-            choice = {"index": index, "text": piece.text, "logprobs": self._logprobs(index, piece)}
+            text = self._echo(index) + piece.text
+            choice = {"index": index, "text": text, "logprobs": self._logprobs(index, piece)}
             choice |= _ending(piece.finish) | self._ids(piece)
             choices.append(choice | self._prompt_ids(index // self._params.n))
         answer = self._envelope("text_completion", choices)
@@ -224,6 +233,7 @@ class CompletionForm(_Common):
         choice |= self._ids(piece)
         if index not in self._started:
             self._started.add(index)
+            choice["text"] = self._echo(index) + piece.text
             choice |= self._prompt_ids(index // self._params.n)
         return [self._finish_chunk(self._envelope("text_completion", [choice]), update)]
 
@@ -250,6 +260,9 @@ class CompletionForm(_Common):
             ],
             "text_offset": offsets,
         }
+
+    def _echo(self, index: int) -> str:
+        return self._echoes[index // self._params.n] if self._echoes else ""
 
     def _label(self, token: int) -> str:
         """A token as this API names it: one that is no text by itself by its bytes."""

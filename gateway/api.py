@@ -6,7 +6,7 @@ own. Every error is raised; how it is answered is decided elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from importlib import metadata
 from typing import Any
@@ -17,26 +17,21 @@ from starlette.responses import Response
 
 from kvferry.gateway import debug
 from kvferry.gateway.answers import ChatForm, CompletionForm, Form
-from kvferry.gateway.conversation import read_conversation
 from kvferry.gateway.edge import record_of
-from kvferry.gateway.errors import ApiError, BadRequest, NotFound, NotJson, NotSupported, TooLarge
+from kvferry.gateway.errors import ApiError, NotFound, NotJson, NotSupported, TooLarge
 from kvferry.gateway.generate import Generation, no_node
 from kvferry.gateway.metrics import CONTENT_TYPE
 from kvferry.gateway.nodes import NoNode
+from kvferry.gateway.openapi import document
 from kvferry.gateway.output import Piece
-from kvferry.gateway.parameters import read_chat, read_completion
-from kvferry.gateway.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-    decode,
-)
+from kvferry.gateway.reading import Taken, is_large
+from kvferry.gateway.schemas import decode
 from kvferry.gateway.service import Gateway
 from kvferry.gateway.streaming import DONE, ClientGone, EventStream, event, unless_gone
 
-MAX_DETOKENIZE = 1 << 20
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
+PATIENCE = 4
+"""How many times the limit is read of a body that exceeds it. Most clients read no answer before
+they have sent all of theirs, and one who sends into a closed connection may never see it."""
 
 
 class Api:
@@ -45,45 +40,35 @@ class Api:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._version = metadata.version("kvferry")
+        self._document = orjson.dumps(document(self._version))
 
     # -- answers -----------------------------------------------------------------------------------
 
     async def chat_completions(self, request: Request) -> Response:
         gateway = self._gateway
         shape = gateway.admit()
-        asked = decode(await self._body(request), ChatRequest)
-        gateway.check_model(asked.model)
-        params = read_chat(
-            asked, gateway.model.vocabulary, test_hooks=gateway.config.enable_test_hooks
-        )
-        conversation = read_conversation(
-            asked.messages,
-            add_generation_prompt=asked.add_generation_prompt,
-            continue_final_message=asked.continue_final_message,
-            variables=_variables(asked.chat_template_kwargs, asked.reasoning_effort),
-        )
-        if asked.tools or asked.functions:
+        taken: Taken = await self._read("chat", request, record_of(request).tenant, shape)
+        if taken.has_tools:
             gateway.metrics.ignored_tools()
-        tenant = record_of(request).tenant
-        prompt = await gateway.prompts.chat(conversation, params, tenant, shape)
-        generation = gateway.generation([prompt], params)
+        generation = gateway.generation(taken.prompts, taken.params)
         form = ChatForm(generation, gateway.model.name, gateway.model.tokenizer)
         return await self._answer(request, generation, form)
 
     async def completions(self, request: Request) -> Response:
         gateway = self._gateway
         shape = gateway.admit()
-        asked = decode(await self._body(request), CompletionRequest)
-        gateway.check_model(asked.model)
-        params = read_completion(
-            asked, gateway.model.vocabulary, test_hooks=gateway.config.enable_test_hooks
-        )
-        add = asked.add_special_tokens is not False
-        tenant = record_of(request).tenant
-        prompts = await gateway.prompts.completions(asked.prompt, add, params, tenant, shape)
-        generation = gateway.generation(prompts, params)
-        form = CompletionForm(generation, gateway.model.name, gateway.model.tokenizer)
+        taken: Taken = await self._read("completions", request, record_of(request).tenant, shape)
+        generation = gateway.generation(taken.prompts, taken.params)
+        name, tokenizer = gateway.model.name, gateway.model.tokenizer
+        form = CompletionForm(generation, name, tokenizer, taken.echoes)
         return await self._answer(request, generation, form)
+
+    async def _read(self, method: str, request: Request, *arguments: Any) -> Any:
+        """What the body asks for, read where that keeps no stream waiting."""
+        body = await self._body(request)
+        if is_large(body):
+            return await self._gateway.apart.read(method, body, *arguments)
+        return await getattr(self._gateway.reader, method)(body, *arguments)
 
     async def _answer(self, request: Request, generation: Generation, form: Form) -> Response:
         record_of(request).generation = generation
@@ -118,7 +103,7 @@ class Api:
             last = event(orjson.dumps(form.usage_chunk(generation.report)))
         yield last + DONE
 
-    async def _body(self, request: Request) -> bytes:
+    async def _body(self, request: Request) -> bytearray:
         """The body, while it is JSON and within the limit."""
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip()
         if kind.lower() != "application/json" and not kind.lower().endswith("+json"):
@@ -126,60 +111,34 @@ class Api:
         if request.headers.get("content-encoding", "identity") != "identity":
             raise NotJson("The body must not be compressed.")
         limit = self._gateway.config.max_request_bytes
-        announced = request.headers.get("content-length", "")
         too_large = TooLarge(f"The body is larger than {limit} bytes, the limit of this server.")
-        if announced.isdigit() and int(announced) > limit:
+        announced = request.headers.get("content-length", "")
+        waits = request.headers.get("expect", "").lower() == "100-continue"
+        if waits and announced.isdigit() and int(announced) > limit:
             raise too_large
-        body = bytearray()
+        body, size = bytearray(), 0
         try:
             async for part in request.stream():
-                body += part
-                if len(body) > limit:
-                    raise too_large
+                size += len(part)
+                if size <= limit:
+                    body += part
+                elif size > PATIENCE * limit:
+                    break
         except ClientDisconnect as error:
             raise ClientGone from error
-        return bytes(body)
+        if size > limit:
+            raise too_large
+        return body
 
     # -- tokens ------------------------------------------------------------------------------------
 
     async def tokenize(self, request: Request) -> Response:
-        gateway = self._gateway
-        asked = decode(await self._body(request), TokenizeRequest)
-        gateway.check_model(asked.model)
-        if asked.messages is not None:
-            conversation = read_conversation(
-                asked.messages,
-                add_generation_prompt=asked.add_generation_prompt,
-                continue_final_message=asked.continue_final_message,
-                variables=_variables(asked.chat_template_kwargs, None),
-            )
-            ids = await gateway.prompts.chat_ids(conversation)
-        elif asked.prompt is not None:
-            add = asked.add_special_tokens is not False
-            ids = await gateway.prompts.text_ids(asked.prompt, add)
-        else:
-            raise BadRequest("Give a prompt or messages.", param="prompt")
-        names = [gateway.model.tokenizer.name_of(token) for token in ids]
-        shape = gateway.nodes.shape
-        return _json(
-            {
-                "count": len(ids),
-                "max_model_len": shape.max_model_len if shape is not None else None,
-                "tokens": ids,
-                "token_strs": names if asked.return_token_strs else None,
-            }
-        )
+        shape = self._gateway.nodes.shape
+        limit = shape.max_model_len if shape is not None else None
+        return _ready_json(await self._read("tokenize", request, limit))
 
     async def detokenize(self, request: Request) -> Response:
-        gateway = self._gateway
-        asked = decode(await self._body(request), DetokenizeRequest)
-        gateway.check_model(asked.model)
-        size = gateway.model.vocabulary.size
-        if len(asked.tokens) > MAX_DETOKENIZE:
-            raise BadRequest(f"tokens takes at most {MAX_DETOKENIZE} ids.", param="tokens")
-        if not all(0 <= token < size for token in asked.tokens):
-            raise BadRequest(f"tokens must be ids from 0 to {size - 1}.", param="tokens")
-        return _json({"prompt": gateway.model.tokenizer.decode(asked.tokens, skip_special=False)})
+        return _ready_json(await self._read("detokenize", request))
 
     # -- what there is -----------------------------------------------------------------------------
 
@@ -189,7 +148,7 @@ class Api:
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        self._gateway.check_model(name)
+        self._gateway.model.check_name(name)
         return _json(self._card(name))
 
     def _card(self, name: str) -> dict[str, Any]:
@@ -207,6 +166,9 @@ class Api:
 
     async def version(self, request: Request) -> Response:
         return _json({"version": self._version})
+
+    async def openapi(self, request: Request) -> Response:
+        return _ready_json(self._document)
 
     # -- how it is ---------------------------------------------------------------------------------
 
@@ -246,18 +208,9 @@ def unsupported(feature: str) -> Any:
     return refuse
 
 
-def _variables(kwargs: Mapping[str, Any] | None, effort: str | None) -> dict[str, Any]:
-    """What the chat template sees beside the messages."""
-    variables = dict(kwargs or {})
-    if effort is not None:
-        if effort not in _EFFORTS:
-            raise BadRequest(
-                f"reasoning_effort must be one of {', '.join(_EFFORTS)}.", param="reasoning_effort"
-            )
-        variables.setdefault("enable_thinking", effort != "none")
-        variables["reasoning_effort"] = effort
-    return variables
-
-
 def _json(value: Any) -> Response:
-    return Response(orjson.dumps(value), media_type="application/json")
+    return _ready_json(orjson.dumps(value))
+
+
+def _ready_json(text: bytes) -> Response:
+    return Response(text, media_type="application/json")

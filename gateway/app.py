@@ -16,19 +16,10 @@ from starlette.routing import Route
 from kvferry.gateway.api import Api, unsupported
 from kvferry.gateway.edge import Edge, record_of
 from kvferry.gateway.errors import ApiError, from_http, to_response
+from kvferry.gateway.openapi import MISSING
 from kvferry.gateway.service import Gateway
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
-
-MISSING = {
-    "/v1/responses": "The Responses API",
-    "/v1/responses/input_tokens": "The Responses API",
-    "/v1/messages": "The Messages API",
-    "/v1/messages/count_tokens": "The Messages API",
-    "/v1/embeddings": "The Embeddings API",
-    "/v1/systemone": "The System One API",
-    "/v1/decisions": "The Decisions API",
-}
 
 
 def build_app(gateway: Gateway) -> Starlette:
@@ -66,6 +57,7 @@ def _routes(api: Api) -> list[Route]:
         _get("/readyz", api.ready),
         _get("/metrics", api.metrics),
         _get("/version", api.version),
+        _get("/openapi.json", api.openapi),
         _get("/debug/ledger", api.ledger),
         _post("/debug/faults", api.faults),
         *(_post(path, unsupported(feature)) for path, feature in MISSING.items()),

@@ -15,6 +15,7 @@ from typing import Any
 
 from kvferry.gateway.chat_template import ChatTemplate, load_template
 from kvferry.gateway.config import GatewayConfig
+from kvferry.gateway.errors import NotFound
 from kvferry.gateway.parameters import Vocabulary
 from kvferry.gateway.tokenizer import Tokenizer, load_tokenizer
 from kvferry.kvstore.errors import ConfigError
@@ -37,6 +38,15 @@ class ServedModel:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    def check_name(self, name: str | None) -> None:
+        """NotFound unless this is what the model may be called."""
+        if name is not None and name not in self.names:
+            raise NotFound(
+                f"The model {name[:100]!r} does not exist; this server has {self.name!r}.",
+                param="model",
+                code="model_not_found",
+            )
 
 
 def load_model(config: GatewayConfig, progress: Callable[[str], None]) -> ServedModel:

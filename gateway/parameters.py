@@ -9,7 +9,7 @@ but no prompt: what depends on its length is for `prompts`.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from kvferry.gateway.errors import BadRequest, NotSupported
@@ -27,13 +27,12 @@ COMPLETION_MAX_TOKENS = 16
 
 REFUSED = (
     "allowed_token_ids",
-    "audio",
     "bad_words",
     "best_of",
     "chat_template",
+    "custom_logit_processor",
     "documents",
     "ebnf",
-    "echo",
     "grammar",
     "guided_choice",
     "guided_grammar",
@@ -44,19 +43,59 @@ REFUSED = (
     "logprob_token_ids",
     "lora",
     "lora_path",
+    "mm_processor_kwargs",
     "moderation",
+    "no_stop_trim",
     "prediction",
     "prompt_embeds",
     "prompt_logprobs",
     "regex",
-    "return_prompt_token_ids",
+    "return_tokens_as_token_ids",
     "stop_regex",
-    "suffix",
+    "thinking",
     "thinking_token_budget",
     "truncate_prompt_tokens",
     "use_beam_search",
-    "web_search_options",
 )
+"""What would change the answer, and is not there."""
+REFUSED_IN_CHATS = ("audio", "echo", "web_search_options")
+REFUSED_IN_COMPLETIONS = ("suffix",)
+IGNORED = (
+    "bootstrap_host",
+    "bootstrap_port",
+    "bootstrap_room",
+    "cache_prompt",
+    "conversation_params",
+    "data_parallel_rank",
+    "disaggregated_params",
+    "early_stopping",
+    "id_slot",
+    "include_reasoning",
+    "kv_transfer_params",
+    "length_penalty",
+    "metadata",
+    "parallel_tool_calls",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+    "request_id",
+    "return_progress",
+    "rid",
+    "safety_identifier",
+    "separate_reasoning",
+    "service_tier",
+    "session_id",
+    "spaces_between_special_tokens",
+    "store",
+    "stream_interval",
+    "stream_reasoning",
+    "timings_per_token",
+    "user",
+    "verbosity",
+)
+"""Known fields that change no answer here. Whatever they hold, it is not even decoded."""
+CHECKED_AND_IGNORED = ("functions", "tools")
+"""Fields that must be well formed, but that only the chat template sees, if at all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +123,8 @@ class Params:
     cache_salt: str | None
     forced: tuple[int, ...]
     return_token_ids: bool
+    return_prompt_token_ids: bool
+    echo: bool
     stream: bool
     include_usage: bool
     continuous_usage: bool
@@ -91,6 +132,7 @@ class Params:
 
 def read_chat(request: ChatRequest, vocabulary: Vocabulary, *, test_hooks: bool) -> Params:
     """A chat's parameters; BadRequest or NotSupported names the first that is wrong."""
+    _check_refused(request, REFUSED_IN_CHATS)
     _check_tools(request)
     if "audio" in (request.modalities or ()):
         raise BadRequest("modalities: this model answers in text only.", param="modalities")
@@ -110,8 +152,13 @@ def read_completion(
     request: CompletionRequest, vocabulary: Vocabulary, *, test_hooks: bool
 ) -> Params:
     """A completion's parameters; BadRequest or NotSupported names the first that is wrong."""
+    _check_refused(request, REFUSED_IN_COMPLETIONS)
     if request.logprobs is not None:
         _within("logprobs", request.logprobs, 0, MAX_TOP_LOGPROBS)
+        if request.echo:
+            raise BadRequest(
+                "echo with logprobs is not supported: a prompt's tokens have none.", param="echo"
+            )
     return _read(
         request,
         vocabulary,
@@ -134,7 +181,7 @@ def _read(
 ) -> Params:
     n = 1 if request.n is None else request.n
     _within("n", n, 1, MAX_CHOICES)
-    _check_refused(request, n, test_hooks)
+    _check_common(request, n, test_hooks)
     if max_tokens is not None:
         _within(max_name, max_tokens, 1, 2**31)
     options = request.stream_options
@@ -157,6 +204,8 @@ def _read(
         cache_salt=request.cache_salt,
         forced=_ids("kvferry_force_ids", request.kvferry_force_ids or (), vocabulary.size),
         return_token_ids=bool(request.return_token_ids),
+        return_prompt_token_ids=bool(request.return_token_ids or request.return_prompt_token_ids),
+        echo=isinstance(request, CompletionRequest) and bool(request.echo),
         stream=bool(request.stream),
         include_usage=options is not None and bool(options.include_usage),
         continuous_usage=options is not None and bool(options.continuous_usage_stats),
@@ -166,16 +215,20 @@ def _read(
 # -- refusals --------------------------------------------------------------------------------------
 
 
-def _check_refused(request: Options, n: int, test_hooks: bool) -> None:
-    for name in REFUSED:
-        value = getattr(request, name, None)
-        harmless = value is None or value is False or value in ("", [], {})
-        if not harmless and not (name == "best_of" and value == n):
+def _check_refused(request: Options, names: Iterable[str]) -> None:
+    for name in names:
+        value = getattr(request, name)
+        if not (value is None or value is False or value in ("", [], {})):
             raise BadRequest(
                 f"{name} is not supported by this server, and ignoring it would change the answer.",
                 param=name,
                 code="unsupported_parameter",
             )
+
+
+def _check_common(request: Options, n: int, test_hooks: bool) -> None:
+    harmless = ("best_of",) if request.best_of == n else ()
+    _check_refused(request, (name for name in REFUSED if name not in harmless))
     if request.structured_outputs:
         raise NotSupported("Structured output is not supported yet.", param="structured_outputs")
     form = request.response_format
@@ -241,7 +294,9 @@ def _sampling(request: Options, vocabulary: Vocabulary, logprobs: int | None) ->
 
     temperature, top_p = value("temperature", 1.0), value("top_p", 1.0)
     top_k, min_p = int(value("top_k", 0)), value("min_p", 0.0)
-    repetition = value("repetition_penalty", 1.0)
+    penalty, repetition = "repetition_penalty", value("repetition_penalty", 1.0)
+    if request.repetition_penalty is None and request.repeat_penalty is not None:
+        penalty, repetition = "repeat_penalty", request.repeat_penalty
     frequency = request.frequency_penalty or 0.0
     presence = request.presence_penalty or 0.0
     _within("temperature", temperature, 0, 2)
@@ -252,7 +307,7 @@ def _sampling(request: Options, vocabulary: Vocabulary, logprobs: int | None) ->
     if not 0 < top_p <= 1:
         raise BadRequest("top_p must be above 0 and at most 1.", param="top_p")
     if not 0 < repetition <= 100:
-        raise BadRequest("repetition_penalty must be above 0.", param="repetition_penalty")
+        raise BadRequest(f"{penalty} must be above 0 and at most 100.", param=penalty)
     return Sampling(
         temperature=temperature,
         top_p=top_p,

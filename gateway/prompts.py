@@ -85,7 +85,7 @@ class PromptMaker:
         shape: Shape,
     ) -> list[Prompt]:
         """The prompts of a completions request, one for each text or list of ids."""
-        parts = _parts(prompt)
+        parts = parts_of(prompt)
         if len(parts) * params.n > MAX_CHOICES:
             raise BadRequest(
                 f"{len(parts)} prompts with n={params.n} are more than {MAX_CHOICES} choices.",
@@ -162,7 +162,7 @@ def _room(size: int, params: Params, limit: int, param: str) -> int:
     return params.max_tokens
 
 
-def _parts(prompt: CompletionPrompt) -> list[str | Sequence[int]]:
+def parts_of(prompt: CompletionPrompt) -> list[str | Sequence[int]]:
     """A prompt field as a list of texts or lists of ids."""
     if isinstance(prompt, str):
         return [prompt]

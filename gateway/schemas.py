@@ -16,6 +16,22 @@ from msgspec import Meta, Struct
 from kvferry.gateway.errors import BadRequest
 
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
+
+
+def _hint(**schema: Any) -> Meta:
+    """What the OpenAPI document says of values; they are checked elsewhere, with better words."""
+    return Meta(extra_json_schema=schema)
+
+
+Role = Annotated[str, _hint(enum=["system", "developer", "user", "assistant", "tool", "function"])]
+PartKind = Annotated[str, _hint(enum=["text", "input_text", "output_text", "refusal"])]
+Some = Annotated[int, _hint(minimum=1)]
+Choices = Annotated[int, _hint(minimum=1, maximum=128)]
+Share = Annotated[float, _hint(minimum=0, maximum=1)]
+Penalty = Annotated[float, _hint(minimum=-2, maximum=2)]
+Repetition = Annotated[float, _hint(exclusiveMinimum=0, maximum=100)]
+Alternatives = Annotated[int, _hint(minimum=0, maximum=20)]
+TokenId = Annotated[int, _hint(minimum=0)]
 T = TypeVar("T")
 
 
@@ -23,7 +39,7 @@ T = TypeVar("T")
 
 
 class Part(Struct, frozen=True):
-    type: str
+    type: PartKind
     text: str | None = None
     refusal: str | None = None
 
@@ -40,7 +56,7 @@ class ToolCall(Struct, frozen=True):
 
 
 class Message(Struct, frozen=True):
-    role: str
+    role: Role
     content: str | list[str | Part] | None = None
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
@@ -60,7 +76,7 @@ class StreamOptions(Struct, frozen=True):
 
 
 class ResponseFormat(Struct, frozen=True):
-    type: str
+    type: Annotated[str, _hint(enum=["text", "json_object", "json_schema"])]
 
 
 class ToolFunction(Struct, frozen=True):
@@ -80,27 +96,29 @@ class Options(Struct, frozen=True, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
+    n: Choices | None = None
+    max_tokens: Some | None = None
+    min_tokens: Annotated[int, _hint(minimum=0)] | None = None
+    temperature: Annotated[float, _hint(minimum=0, maximum=2)] | None = None
+    top_p: Annotated[float, _hint(exclusiveMinimum=0, maximum=1)] | None = None
+    top_k: Annotated[int, _hint(minimum=-1)] | None = None
+    min_p: Share | None = None
+    repetition_penalty: Repetition | None = None
+    repeat_penalty: Repetition | None = None
+    frequency_penalty: Penalty | None = None
+    presence_penalty: Penalty | None = None
     seed: Int64 | None = None
     stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[TokenId] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     logit_bias: dict[str, float] | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
-    priority: int | None = None
-    cache_salt: str | None = None
+    return_prompt_token_ids: bool | None = None
+    priority: Annotated[int, _hint(minimum=-100, maximum=100)] | None = None
+    cache_salt: Annotated[str, _hint(minLength=1)] | None = None
     response_format: ResponseFormat | None = None
     kvferry_force_ids: list[int] | None = None
 
@@ -109,9 +127,9 @@ class Options(Struct, frozen=True, kw_only=True):
     bad_words: Any = None
     best_of: Any = None
     chat_template: Any = None
+    custom_logit_processor: Any = None
     documents: Any = None
     ebnf: Any = None
-    echo: Any = None
     grammar: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
@@ -122,15 +140,17 @@ class Options(Struct, frozen=True, kw_only=True):
     logprob_token_ids: Any = None
     lora: Any = None
     lora_path: Any = None
+    mm_processor_kwargs: Any = None
     moderation: Any = None
+    no_stop_trim: Any = None
     prediction: Any = None
     prompt_embeds: Any = None
     prompt_logprobs: Any = None
     regex: Any = None
-    return_prompt_token_ids: Any = None
     stop_regex: Any = None
+    return_tokens_as_token_ids: Any = None
     structured_outputs: Any = None
-    suffix: Any = None
+    thinking: Any = None
     thinking_token_budget: Any = None
     truncate_prompt_tokens: Any = None
     use_beam_search: Any = None
@@ -138,9 +158,9 @@ class Options(Struct, frozen=True, kw_only=True):
 
 class ChatRequest(Options, frozen=True, kw_only=True):
     messages: list[Message]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: Some | None = None
     logprobs: bool | None = None
-    top_logprobs: int | None = None
+    top_logprobs: Alternatives | None = None
     tools: list[Tool] | None = None
     tool_choice: str | dict[str, Any] | None = None
     functions: list[ToolFunction] | None = None
@@ -151,13 +171,17 @@ class ChatRequest(Options, frozen=True, kw_only=True):
     reasoning_effort: str | None = None
 
     audio: Any = None
+    echo: Any = None
     modalities: list[str] | None = None
     web_search_options: Any = None
 
 
 class CompletionRequest(Options, frozen=True, kw_only=True):
-    prompt: str | list[str | int | list[int]]
-    logprobs: int | None = None
+    prompt: str | list[str | TokenId | list[TokenId]]
+    logprobs: Alternatives | None = None
+    echo: bool | None = None
+
+    suffix: Any = None
 
 
 class TokenizeRequest(Struct, frozen=True, kw_only=True):
@@ -175,13 +199,13 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
 
 class DetokenizeRequest(Struct, frozen=True, kw_only=True):
     model: str | None = None
-    tokens: list[int]
+    tokens: list[TokenId]
 
 
 # -- decoding --------------------------------------------------------------------------------------
 
 
-def decode(body: bytes, kind: type[T]) -> T:
+def decode(body: bytes | bytearray, kind: type[T]) -> T:
     """A body as a request.
 
     Raises

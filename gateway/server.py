@@ -74,10 +74,14 @@ def serve(
             on_ready=lambda: status.report(ready=True),
             curve=curve,
         )
-        server = Server(Gateway(config, model, nodes))
+        gateway = Gateway(config, model, nodes)
+        server = Server(gateway)
         gc.collect()
         gc.freeze()  # what lives for ever would only lengthen the collector's pauses
-        server.run(sockets=[listener])
+        try:
+            server.run(sockets=[listener])
+        finally:
+            gateway.apart.close()  # after a second signal nothing else has closed it
     finally:
         context.destroy(linger=0)
 

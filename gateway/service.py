@@ -13,9 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from threading import Barrier
 
+from kvferry.gateway.apart import Apart
 from kvferry.gateway.auth import Keys
 from kvferry.gateway.config import GatewayConfig
-from kvferry.gateway.errors import ApiError, NotFound, Unavailable, shutting_down
+from kvferry.gateway.errors import ApiError, Unavailable, shutting_down
 from kvferry.gateway.generate import Generation, Patience, Update, no_node
 from kvferry.gateway.metrics import Metrics
 from kvferry.gateway.model import ServedModel
@@ -23,6 +24,7 @@ from kvferry.gateway.nodes import Nodes, NoNode
 from kvferry.gateway.pacing import Turnstile
 from kvferry.gateway.parameters import Params
 from kvferry.gateway.prompts import Prompt, PromptMaker, Shape
+from kvferry.gateway.reading import Reader
 
 TOKENIZER_THREADS = 2
 REQUESTS_A_TURN = 4
@@ -43,6 +45,10 @@ class Gateway:
         self._executor = _all_threads(ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer"))
         self.prompts = PromptMaker(model, self._executor)
         self.turnstile = Turnstile(REQUESTS_A_TURN)
+        self.reader = Reader(
+            model, self.prompts, self._executor, test_hooks=config.enable_test_hooks
+        )
+        self.apart = Apart(config)
         self.draining = False
         self.open: set[Generation] = set()
         self._in_flight = 0
@@ -51,6 +57,7 @@ class Gateway:
 
     def close(self) -> None:
         self.nodes.close()
+        self.apart.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
     # -- taking work -------------------------------------------------------------------------------
@@ -88,15 +95,6 @@ class Gateway:
             config.first_token_timeout, config.request_timeout, config.resume_timeout
         )
         return Generation(self.nodes, self.model, prompts, params, patience)
-
-    def check_model(self, name: str | None) -> None:
-        """NotFound unless this is what the served model may be called."""
-        if name is not None and name not in self.model.names:
-            raise NotFound(
-                f"The model {name[:100]!r} does not exist; this server has {self.model.name!r}.",
-                param="model",
-                code="model_not_found",
-            )
 
     async def follow(self, generation: Generation) -> AsyncGenerator[Update]:
         """The generation's updates, with everything counted."""

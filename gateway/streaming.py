@@ -25,6 +25,12 @@ T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
 _KEEP_ALIVE = b": keep-alive\n\n"
+_LINE_ENDS = (
+    (b"\xc2\x85", b"\\u0085"),
+    (b"\xe2\x80\xa8", b"\\u2028"),
+    (b"\xe2\x80\xa9", b"\\u2029"),
+)
+"""In UTF-8 and as JSON escapes; outside strings JSON has none of them."""
 _HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -37,7 +43,14 @@ class ClientGone(Exception):
 
 
 def event(data: bytes) -> bytes:
-    """One event. JSON has no raw line feed, so the data is one line."""
+    """One event, of JSON. It is one line for every client.
+
+    JSON has no raw line feed, but may have three more characters at which clients that are built on
+    `str.splitlines`, httpx's `iter_lines` among them, end a line.
+    """
+    if b"\xc2\x85" in data or b"\xe2\x80" in data:
+        for raw, escaped in _LINE_ENDS:
+            data = data.replace(raw, escaped)
     return b"data: " + data + b"\n\n"
 
 

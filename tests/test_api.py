@@ -26,6 +26,7 @@ from kvferry.tests.gateway_rig import (
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture(scope="module")
@@ -246,6 +247,17 @@ def test_streams_join_to_the_whole_answer(rig: Rig, text: str) -> None:
     assert not any("\ufffd" in json.dumps(chunk, ensure_ascii=False) for chunk in chunks)
     answer = rig.chat(kvferry_force_ids=forced).json()
     assert answer["choices"][0]["message"]["content"] == text
+
+
+@pytest.mark.C1
+def test_clients_that_split_lines_at_more_than_line_feeds_lose_nothing(rig: Rig) -> None:
+    text = "".join(f"{code:x}{chr(code)}" for code in (*range(0x20), 0x7F, 0x85, 0x2028, 0x2029))
+    body = {"kvferry_force_ids": [*ids_of(text), EOS], "stream": True, "max_tokens": 200}
+    for path, more in ((CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": "x"})):
+        with httpx.stream("POST", rig.url + path, json=body | more, timeout=20) as response:
+            lines = [line for line in response.iter_lines() if line]
+        assert lines.pop() == "data: [DONE]"
+        assert text_of([json.loads(line.removeprefix("data: ")) for line in lines]) == text
 
 
 @pytest.mark.C1

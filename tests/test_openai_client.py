@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
-from openai.types.chat import ChatCompletionMessageParam
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessageParam
 
 from kvferry.kernels.standin import StandinConfig, standin_reply
 from kvferry.tests.served import Served
@@ -73,6 +76,87 @@ def test_a_stream_equals_the_plain_answer(client: openai.OpenAI) -> None:
     assert reasons == [plain.choices[0].finish_reason]
     assert len(ids) == 1 and roles == ["assistant"]
     assert usage == plain.usage
+
+
+def check_chunks(chunks: list[dict[str, Any]], n: int, *, asked: bool, steady: bool) -> None:
+    """Everything that clients rely on in the chunks of one chat stream."""
+    for chunk in chunks:
+        # The generated types, without the leniency of the client's own construction.
+        ChatCompletionChunk.model_validate(chunk, strict=True)
+        assert chunk["object"] == "chat.completion.chunk"
+    for name in ("id", "created", "model"):
+        assert len({chunk[name] for chunk in chunks}) == 1
+    with_choices = [chunk for chunk in chunks if chunk["choices"]]
+    assert with_choices == (chunks[:-1] if asked else chunks)
+    assert all(("usage" in chunk) == steady for chunk in with_choices)
+    for index in range(n):
+        own = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+        assert own[0]["delta"] == {"role": "assistant", "content": ""}
+        assert not any("role" in choice["delta"] for choice in own[1:])
+        reasons = [choice["finish_reason"] for choice in own]
+        assert reasons[:-1] == [None] * (len(own) - 1) and reasons[-1] in ("stop", "length")
+    if steady:
+        counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+        assert counts == sorted(counts) and counts[0] == 0 and counts[-1] == counts[-2]
+    if asked:
+        usage = chunks[-1]["usage"]
+        assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] < usage["prompt_tokens"]
+
+
+@pytest.mark.C8
+@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize(
+    "options",
+    [None, {"include_usage": True}, {"include_usage": True, "continuous_usage_stats": True}],
+    ids=["plain", "usage", "steady-usage"],
+)
+@pytest.mark.parametrize("more", [{}, {"logprobs": True, "top_logprobs": 2}, {"stop": ["a", "e"]}])
+def test_every_chunk_is_what_the_types_say(
+    served: Served, n: int, options: dict[str, bool] | None, more: dict[str, Any]
+) -> None:
+    common = {"messages": HELLO, "n": n, "seed": 3, "max_tokens": 12, **more}
+    body = common | {"stream": True, "stream_options": options}
+    lines = served.post("/v1/chat/completions", body).text.split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    steady = options is not None and "continuous_usage_stats" in options
+    check_chunks(chunks, n, asked=options is not None, steady=steady)
+    whole = served.post("/v1/chat/completions", common).json()
+    ChatCompletion.model_validate(whole, strict=True)
+    for choice in whole["choices"]:
+        own = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+        assert "".join(c["delta"].get("content", "") for c in own) == choice["message"]["content"]
+        assert own[-1]["finish_reason"] == choice["finish_reason"]
+        if more.get("logprobs"):
+            entries = [entry for c in own if c["logprobs"] for entry in c["logprobs"]["content"]]
+            assert entries == choice["logprobs"]["content"]
+    if options is not None:
+        assert chunks[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+
+
+@pytest.mark.C8
+def test_chunks_of_completions_are_what_the_types_say(served: Served) -> None:
+    body = {"prompt": ["ab", "c"], "n": 2, "max_tokens": 6, "logprobs": 2, "seed": 5}
+    whole = served.post("/v1/completions", body).json()
+    Completion.model_validate(whole, strict=True)
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    lines = served.post("/v1/completions", body).text.split("\n\n")
+    chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
+    assert (lines[-2], len({chunk["id"] for chunk in chunks})) == ("data: [DONE]", 1)
+    for chunk in chunks[:-1]:
+        (choice,) = chunk["choices"]
+        # The type is that of a whole answer, which always has a reason.
+        told = choice | {"finish_reason": choice["finish_reason"] or "stop"}
+        Completion.model_validate(chunk | {"choices": [told]}, strict=True)
+        assert "usage" not in chunk
+    assert chunks[-1]["choices"] == [] and chunks[-1]["usage"]["completion_tokens"] == sum(
+        len(choice["logprobs"]["tokens"]) for choice in whole["choices"]
+    )
+    for choice in whole["choices"]:
+        own = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+        assert "".join(c["text"] for c in own) == choice["text"]
+        assert [c["finish_reason"] for c in own][-1] == choice["finish_reason"]
 
 
 def test_two_choices(client: openai.OpenAI) -> None:

@@ -12,6 +12,8 @@ from kvferry.gateway.errors import ApiError, BadRequest, NotSupported
 from kvferry.gateway.parameters import (
     COMPLETION_MAX_TOKENS,
     REFUSED,
+    REFUSED_IN_CHATS,
+    REFUSED_IN_COMPLETIONS,
     Params,
     Vocabulary,
     read_chat,
@@ -130,6 +132,7 @@ def test_unknown_and_harmless_fields_are_ignored() -> None:
         ("top_k", -2),
         ("min_p", 1.5),
         ("repetition_penalty", 0),
+        ("repeat_penalty", 0),
         ("frequency_penalty", 2.1),
         ("presence_penalty", -3),
         ("n", 0),
@@ -163,6 +166,13 @@ def test_bad_values_are_named(name: str, value: object) -> None:
     assert refused.value.param == name
 
 
+def test_an_echo_has_no_logprobs() -> None:
+    assert completion(echo=True).echo and not completion().echo
+    with pytest.raises(BadRequest) as refused:
+        completion(echo=True, logprobs=0)
+    assert refused.value.param == "echo"
+
+
 def test_limits_that_depend_on_each_other() -> None:
     with pytest.raises(BadRequest, match="min_tokens"):
         chat(max_tokens=3, min_tokens=4)
@@ -172,19 +182,20 @@ def test_limits_that_depend_on_each_other() -> None:
         completion(logprobs=21)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", [*REFUSED, *REFUSED_IN_CHATS, *REFUSED_IN_COMPLETIONS])
 def test_what_would_change_the_answer_is_refused_by_name(name: str) -> None:
-    for read in (chat, completion):
-        if read is completion and name in ("audio", "web_search_options"):
-            continue  # no such parameter there
+    for read, others in ((chat, REFUSED_IN_COMPLETIONS), (completion, REFUSED_IN_CHATS)):
+        if name in others:
+            continue
         with pytest.raises(BadRequest) as refused:
             read(**{name: [7]})
-        assert refused.value.param == name
+        assert (refused.value.param, refused.value.code) == (name, "unsupported_parameter")
         read(**{name: None})
 
 
 def test_harmless_spellings_of_refused_parameters_pass() -> None:
     completion(echo=False, suffix="", best_of=2, n=2, use_beam_search=False, bad_words=[])
+    chat(echo=False, no_stop_trim=False)
     with pytest.raises(BadRequest):
         completion(best_of=2)
     with pytest.raises(BadRequest):

@@ -1,0 +1,197 @@
+"""The answers that clients get, as types.
+
+Owns what is promised: answers are built as plain dicts where that is quick, and the document at
+`/openapi.json` says these shapes of them. Tests hold the two together.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from msgspec import UNSET, Meta, Struct, UnsetType
+
+Count = Annotated[int, Meta(ge=0)]
+Ids = list[Count] | UnsetType
+Finish = Literal["stop", "length"]
+
+
+class ErrorDetail(Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class Error(Struct):
+    """Every refusal and failure, on every path."""
+
+    error: ErrorDetail
+
+
+# -- what all answers share ------------------------------------------------------------------------
+
+
+class CachedTokens(Struct):
+    cached_tokens: Count
+
+
+class Usage(Struct):
+    prompt_tokens: Count
+    completion_tokens: Count
+    total_tokens: Count
+    prompt_tokens_details: CachedTokens
+
+
+class PromptTokens(Struct):
+    """Where the prompt's KV came from."""
+
+    device: Count
+    host: Count
+    disk: Count
+    remote: Count
+    prefill: Count
+    decode: Count
+
+
+class FirstToken(Struct):
+    """Milliseconds to the first token, by stage."""
+
+    queue: float
+    lookup: float
+    load: float
+    prefill: float
+    transfer: float
+    first_step: float
+
+
+class Timings(Struct):
+    prompt_tokens: PromptTokens
+    ttft_ms: FirstToken
+    handoff_ms: float
+    predicted_n: Count
+    predicted_ms: float
+
+
+class _Choice(Struct, kw_only=True):
+    index: Count
+    finish_reason: Finish
+    stop_reason: str | int | None
+    """The stop string or token, if one ended it."""
+    token_ids: Ids = UNSET
+
+
+class _Answer(Struct, kw_only=True):
+    id: str
+    created: int
+    model: str
+    usage: Usage
+    timings: Timings
+
+
+# -- chat completions ------------------------------------------------------------------------------
+
+
+class Alternative(Struct):
+    token: str
+    logprob: float
+    bytes: list[Annotated[int, Meta(ge=0, le=255)]]
+
+
+class ChatLogprob(Alternative):
+    top_logprobs: list[Alternative]
+
+
+class ChatLogprobs(Struct):
+    content: list[ChatLogprob]
+    refusal: None
+
+
+class ChatMessage(Struct):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(_Choice, kw_only=True):
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+
+
+class ChatCompletion(_Answer, kw_only=True):
+    object: Literal["chat.completion"]
+    choices: list[ChatChoice]
+    prompt_token_ids: Ids = UNSET
+
+
+# -- completions -----------------------------------------------------------------------------------
+
+
+class CompletionLogprobs(Struct):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[Count]
+
+
+class CompletionChoice(_Choice, kw_only=True):
+    text: str
+    logprobs: CompletionLogprobs | None
+    prompt_token_ids: Ids = UNSET
+
+
+class Completion(_Answer, kw_only=True):
+    object: Literal["text_completion"]
+    choices: list[CompletionChoice]
+
+
+# -- the rest --------------------------------------------------------------------------------------
+
+
+class Tokenized(Struct):
+    count: Count
+    max_model_len: int | None
+    tokens: list[Count]
+    token_strs: list[str] | None
+
+
+class Detokenized(Struct):
+    prompt: str
+
+
+class ModelCard(Struct):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int | None
+
+
+class ModelList(Struct):
+    object: Literal["list"]
+    data: list[ModelCard]
+
+
+class Name(Struct):
+    name: str
+    version: str
+
+
+class Version(Struct):
+    version: str
+
+
+class Readiness(Struct):
+    status: Literal["ready", "degraded"]
+    absent: list[str]
+
+
+class Ledger(Struct):
+    """What every process has in use."""
+
+    gateway: dict[str, Any]
+    nodes: list[dict[str, Any]]
+
+
+class Injected(Struct):
+    nodes: list[Any]
+    gateway: dict[str, Any] | UnsetType = UNSET
