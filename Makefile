@@ -4,13 +4,16 @@ ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install
 
-.PHONY: serve test check acceptance bench bench-equality soak lock clean
+.PHONY: serve test test-clients check acceptance bench bench-equality soak lock clean
 
 serve: .venv/ready
 	@$(BIN)/kvferry serve $(ARGS)
 
 test: .venv/ready
 	@$(BIN)/pytest $(ARGS)
+
+test-clients: .venv/ready
+	@$(BIN)/python -m kvferry.tests.clients $(ARGS)
 
 check: .venv/ready
 	@$(BIN)/ruff check && $(BIN)/ruff format --check && $(BIN)/mypy
@@ -33,7 +36,7 @@ lock: .venv/ready
 	| grep -Ev '^(nvidia|triton|sharegpt)' | sed 's/+.*//') > .venv/lock && mv .venv/lock requirements.lock
 
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .clients build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # Real chats, for benchmarks only.

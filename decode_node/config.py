@@ -29,6 +29,9 @@ class DecodeConfig:
     threads: int | None = flag(None, "compute threads [one a core]")
     nice: int = flag(0, "added to the process's niceness")
     spin: bool = flag(False, "idle threads spin instead of blocking")
+    shutdown_timeout: float = flag(
+        30.0, "seconds that running work gets at the end", minimum=0, metavar="S"
+    )
     curve_keys: Path | None = flag(
         None, "folder of `kvferry keys`: encrypt, and let nobody else connect", metavar="DIR"
     )
@@ -36,4 +39,6 @@ class DecodeConfig:
     status_fd: int | None = flag(None, "pipe to report to", hidden=True)
     enable_debug: bool = flag(False, "let gateways ask for the ledger", hidden=True)
     enable_test_hooks: bool = flag(False, "accept forced ids and injected faults", hidden=True)
+    name: str | None = flag(None, "what its log lines call it [decode]")
     log_level: Literal["debug", "info", "warning", "error"] = flag("info", "least level to log")
+    log_format: Literal["text", "json"] = flag("text", "form of log lines")

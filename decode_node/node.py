@@ -10,10 +10,12 @@ make of arriving blocks the receiver's, and what gateways are told the desk's.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 import zmq
 
@@ -30,7 +32,19 @@ from kvferry.kvstore.keys import matchable_blocks
 from kvferry.kvstore.link import Client
 from kvferry.kvstore.router import FromPeer, Server
 from kvferry.kvstore.watch import StallWatch
-from kvferry.kvstore.wire import Abort, DebugRequest, Drain, Generate, Inquire, Resync, Stop
+from kvferry.kvstore.wire import (
+    Abort,
+    CacheReset,
+    DebugRequest,
+    Drain,
+    Generate,
+    Inquire,
+    ResetCache,
+    Resync,
+    Stop,
+)
+
+log = logging.getLogger(__name__)
 
 INTAKE_SECONDS = 0.01
 """What a turn spends on arriving blocks while some sequence could run."""
@@ -111,12 +125,18 @@ class DecodeNode:
 
     # -- the loop -------------------------------------------------------------------------------
 
-    def run(self, stop_fd: int, stopping: Callable[[], bool]) -> None:
-        """Serves until a stop is asked for and nothing runs any more."""
+    def run(self, stop_fd: int, stopping: Callable[[], bool], timeout: float = inf) -> None:
+        """Serves until a stop is asked for and nothing runs any more, `timeout` seconds later at
+        most: what still runs then is handed back to its gateway, which may go on elsewhere."""
+        deadline = inf
         while True:
             self._wait(stop_fd)
             if stopping():
                 self.desk.draining = True
+                deadline = min(deadline, self._clock() + timeout)
+            if self._clock() >= deadline:
+                for request in self.desk:
+                    self.desk.reject(request, "shutting_down", "this node ends")
             if self.desk.draining and not self.desk:
                 self._server.flush(FLUSH_SECONDS)
                 return
@@ -177,6 +197,10 @@ class DecodeNode:
                 self.debug.answer(received.peer, message)
             case Resync():
                 self._announcer.resync(received.peer)
+            case ResetCache(number) if received.peer.role == "gateway":
+                held, evicted = self.pool.num_held, self.pool.evict_cached()
+                self._server.send(received.peer, CacheReset(number, evicted, held))
+                log.info("the prefix cache was reset: %d blocks evicted, %d in use", evicted, held)
             case Drain() if received.peer.role == "gateway":
                 self.desk.draining = True
             case message:

@@ -52,7 +52,7 @@ def run(argv: Sequence[str]) -> int:
         node = DecodeNode(engine, booted.server, connect, limits, debug=debug)
         try:
             gc.freeze()  # what was loaded stays: no collection in the middle of a step walks it
-            node.run(booted.stop.fileno(), lambda: booted.stop.requested)
+            node.run(booted.stop.fileno(), lambda: booted.stop.requested, config.shutdown_timeout)
         finally:
             node.close()
     return 0

@@ -27,6 +27,9 @@ _LEAST_LOGPROB = -9999.0
 class Form(Protocol):
     """How one API writes an answer."""
 
+    @property
+    def id(self) -> str: ...
+
     def whole(self, pieces: Sequence[Sequence[Piece]], report: Report) -> Json: ...
 
     def chunks(self, update: Update) -> list[Json]: ...
@@ -52,6 +55,12 @@ class _Common:
         self._started: set[int] = set()
         self._streamed = 0
         """Tokens in the chunks so far."""
+
+    @property
+    def id(self) -> str:
+        """What the answer is called."""
+        name: str = self._head["id"]
+        return name
 
     def _envelope(self, kind: str, choices: list[Json]) -> Json:
         return self._head | {"object": kind, "choices": choices}

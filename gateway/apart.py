@@ -53,6 +53,7 @@ class Setup(Struct, frozen=True):
     cache_dir: str
     enable_test_hooks: bool
     log_level: str
+    log_format: str
 
 
 class Question(Struct, frozen=True):
@@ -88,6 +89,7 @@ class Apart:
             cache_dir=str(config.cache_dir),
             enable_test_hooks=config.enable_test_hooks,
             log_level=config.log_level,
+            log_format=config.log_format,
         )
         self._setup = msgspec.msgpack.encode(setup)
         self._thread = ThreadPoolExecutor(1, "large-bodies")

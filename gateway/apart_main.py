@@ -31,7 +31,7 @@ from kvferry.gateway.errors import ApiError, EngineFailure
 from kvferry.gateway.model import load_model
 from kvferry.gateway.prompts import PromptMaker
 from kvferry.gateway.reading import Body, Reader
-from kvferry.kvstore.process import set_up_logging
+from kvferry.kvstore.logs import set_up_logging
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def main() -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever prints shall not end up in them
     questions = sys.stdin.buffer
     setup = msgspec.msgpack.decode(receive(questions), type=Setup)
-    set_up_logging("gateway", setup.log_level)
+    set_up_logging("gateway", setup.log_level, setup.log_format)
     reader = _reader(setup)
     while True:
         try:

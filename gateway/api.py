@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
@@ -17,21 +18,32 @@ from starlette.responses import Response
 
 from kvferry.gateway import debug
 from kvferry.gateway.answers import ChatForm, CompletionForm, Form
-from kvferry.gateway.edge import record_of
+from kvferry.gateway.edge import origin_of, record_of
 from kvferry.gateway.errors import ApiError, NotFound, NotJson, NotSupported, TooLarge
 from kvferry.gateway.generate import Generation, no_node
 from kvferry.gateway.metrics import CONTENT_TYPE
 from kvferry.gateway.nodes import NoNode
 from kvferry.gateway.openapi import document
 from kvferry.gateway.output import Piece
+from kvferry.gateway.prompts import Shape
 from kvferry.gateway.reading import Taken, is_large
+from kvferry.gateway.record import log_prompts
 from kvferry.gateway.schemas import decode
-from kvferry.gateway.service import Gateway
+from kvferry.gateway.service import Gateway, Origin
+from kvferry.gateway.session import session_of
 from kvferry.gateway.streaming import DONE, ClientGone, EventStream, event, unless_gone
 
 PATIENCE = 4
 """How many times the limit is read of a body that exceeds it. Most clients read no answer before
 they have sent all of theirs, and one who sends into a closed connection may never see it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asking:
+    """A body that has been read: what to compute, how, and for which conversation."""
+
+    taken: Taken
+    session: bytes
 
 
 class Api:
@@ -45,42 +57,58 @@ class Api:
     # -- answers -----------------------------------------------------------------------------------
 
     async def chat_completions(self, request: Request) -> Response:
-        gateway = self._gateway
-        shape = gateway.admit()
-        taken: Taken = await self._read("chat", request, record_of(request).tenant, shape)
-        if taken.has_tools:
-            gateway.metrics.ignored_tools()
-        generation = gateway.generation(taken.prompts, taken.params)
-        form = ChatForm(generation, gateway.model.name, gateway.model.tokenizer)
-        return await self._answer(request, generation, form)
+        asking = await self.asking(request, self._gateway.admit(), "chat")
+        if asking.taken.has_tools:
+            self._gateway.metrics.ignored_tools()
+        generation = self._generation(asking)
+        form = ChatForm(generation, self._gateway.model.name, self._gateway.model.tokenizer)
+        return await self._answer(request, asking, generation, form)
 
     async def completions(self, request: Request) -> Response:
-        gateway = self._gateway
-        shape = gateway.admit()
-        taken: Taken = await self._read("completions", request, record_of(request).tenant, shape)
-        generation = gateway.generation(taken.prompts, taken.params)
-        name, tokenizer = gateway.model.name, gateway.model.tokenizer
-        form = CompletionForm(generation, name, tokenizer, taken.echoes)
-        return await self._answer(request, generation, form)
+        asking = await self.asking(request, self._gateway.admit(), "completions")
+        generation = self._generation(asking)
+        name, tokenizer = self._gateway.model.name, self._gateway.model.tokenizer
+        form = CompletionForm(generation, name, tokenizer, asking.taken.echoes)
+        return await self._answer(request, asking, generation, form)
 
-    async def _read(self, method: str, request: Request, *arguments: Any) -> Any:
+    async def asking(self, request: Request, shape: Shape, method: str = "") -> Asking:
+        """What a request comes to; without `method` a body that names messages is a chat's."""
+        body = await self.body(request)
+        method = method or ("chat" if b'"messages"' in body else "completions")
+        tenant = record_of(request).tenant
+        taken: Taken = await self._read(method, body, tenant, shape)
+        return Asking(taken, session_of(request.headers, tenant, *taken.session_names))
+
+    async def _read(self, method: str, body: bytearray, *arguments: Any) -> Any:
         """What the body asks for, read where that keeps no stream waiting."""
-        body = await self._body(request)
         if is_large(body):
             return await self._gateway.apart.read(method, body, *arguments)
         return await getattr(self._gateway.reader, method)(body, *arguments)
 
-    async def _answer(self, request: Request, generation: Generation, form: Form) -> Response:
-        record_of(request).generation = generation
+    def _generation(self, asking: Asking) -> Generation:
+        taken = asking.taken
+        return self._gateway.generation(taken.prompts, taken.params, asking.session)
+
+    async def _answer(
+        self, request: Request, asking: Asking, generation: Generation, form: Form
+    ) -> Response:
+        gateway, record = self._gateway, record_of(request)
+        if len(generation.prompts) == 1:
+            caller = (record.tenant, asking.session)
+            gateway.last_prompts.swap(caller, generation.prompts[0].packed)
+        record.generation, record.response_id = generation, form.id
+        if gateway.config.enable_log_requests:
+            log_prompts(record, gateway.model.tokenizer, gateway.config.max_log_len)
         if generation.params.stream:
             events = self._events(request, generation, form)
             return EventStream(events, self._gateway.config.sse_keep_alive_interval)
-        return await unless_gone(request.receive, self._whole(generation, form))
+        whole = self._whole(generation, form, origin_of(record))
+        return await unless_gone(request.receive, whole)
 
-    async def _whole(self, generation: Generation, form: Form) -> Response:
+    async def _whole(self, generation: Generation, form: Form, origin: Origin) -> Response:
         count = len(generation.prompts) * generation.params.n
         pieces: list[list[Piece]] = [[] for _ in range(count)]
-        async with aclosing(self._gateway.follow(generation)) as updates:
+        async with aclosing(self._gateway.follow(generation, origin)) as updates:
             async for update in updates:
                 pieces[update.choice].append(update.piece)
         assert generation.report is not None
@@ -89,8 +117,9 @@ class Api:
     async def _events(
         self, request: Request, generation: Generation, form: Form
     ) -> AsyncGenerator[bytes]:
+        origin = origin_of(record_of(request))
         try:
-            async with aclosing(self._gateway.follow(generation)) as updates:
+            async with aclosing(self._gateway.follow(generation, origin)) as updates:
                 async for update in updates:
                     chunks = form.chunks(update)
                     yield b"".join(event(orjson.dumps(chunk)) for chunk in chunks)
@@ -103,7 +132,7 @@ class Api:
             last = event(orjson.dumps(form.usage_chunk(generation.report)))
         yield last + DONE
 
-    async def _body(self, request: Request) -> bytearray:
+    async def body(self, request: Request) -> bytearray:
         """The body, while it is JSON and within the limit."""
         kind = request.headers.get("content-type", "application/json").partition(";")[0].strip()
         if kind.lower() != "application/json" and not kind.lower().endswith("+json"):
@@ -135,10 +164,10 @@ class Api:
     async def tokenize(self, request: Request) -> Response:
         shape = self._gateway.nodes.shape
         limit = shape.max_model_len if shape is not None else None
-        return _ready_json(await self._read("tokenize", request, limit))
+        return _ready_json(await self._read("tokenize", await self.body(request), limit))
 
     async def detokenize(self, request: Request) -> Response:
-        return _ready_json(await self._read("detokenize", request))
+        return _ready_json(await self._read("detokenize", await self.body(request)))
 
     # -- what there is -----------------------------------------------------------------------------
 
@@ -195,7 +224,7 @@ class Api:
     async def faults(self, request: Request) -> Response:
         if not self._gateway.config.enable_test_hooks:
             raise NotFound("The server was started without --enable-test-hooks.")
-        asked = decode(await self._body(request), debug.FaultsRequest)
+        asked = decode(await self.body(request), debug.FaultsRequest)
         return _json(await debug.inject(self._gateway, asked))
 
 

@@ -13,10 +13,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from kvferry.gateway.admin import Admin
 from kvferry.gateway.api import Api, unsupported
 from kvferry.gateway.edge import Edge, record_of
 from kvferry.gateway.errors import ApiError, from_http, to_response
 from kvferry.gateway.openapi import MISSING
+from kvferry.gateway.render import Render
 from kvferry.gateway.service import Gateway
 
 Handler = Callable[[Request], Coroutine[Any, Any, Response]]
@@ -34,7 +36,7 @@ def build_app(gateway: Gateway) -> Starlette:
             gateway.close()
 
     app = Starlette(
-        routes=_routes(Api(gateway)),
+        routes=_routes(gateway),
         middleware=[Middleware(Edge, gateway=gateway)],
         exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_error},
         lifespan=lifespan,
@@ -43,7 +45,9 @@ def build_app(gateway: Gateway) -> Starlette:
     return app
 
 
-def _routes(api: Api) -> list[Route]:
+def _routes(gateway: Gateway) -> list[Route]:
+    api = Api(gateway)
+    admin, render = Admin(gateway, api.body), Render(gateway, api)
     return [
         _post("/v1/chat/completions", api.chat_completions),
         _post("/v1/completions", api.completions),
@@ -51,6 +55,14 @@ def _routes(api: Api) -> list[Route]:
         _get("/v1/models/{name:path}", api.model),
         _post("/tokenize", api.tokenize),
         _post("/detokenize", api.detokenize),
+        _post("/render", render.answer),
+        _post("/v1/abort", admin.abort),
+        _post("/abort_request", admin.abort),
+        _get("/server_info", admin.server_info),
+        _post("/reset_prefix_cache", admin.reset_prefix_cache),
+        _post("/flush_cache", admin.reset_prefix_cache),
+        _post("/admin/drain", admin.drain),
+        _post("/admin/resume", admin.resume),
         _get("/", api.root),
         _get("/health", api.health),
         _get("/ready", api.ready),

@@ -27,6 +27,10 @@ class Keys:
         """No key is configured: everybody is the default tenant."""
         return not self._keys
 
+    def known(self, headers: Mapping[str, str]) -> bool:
+        """A key is configured, and the request carries it."""
+        return not self.open and self._find(_offered(headers)) is not None
+
     def tenant(self, headers: Mapping[str, str]) -> str:
         """The tenant of a request.
 
@@ -40,12 +44,16 @@ class Keys:
         offered = _offered(headers)
         if not offered:
             raise Unauthorized("No API key was given: send it as 'Authorization: Bearer KEY'.")
+        found = self._find(offered)
+        if found is None:
+            raise Unauthorized("The API key is not one of this server's.")
+        return found
+
+    def _find(self, offered: bytes) -> str | None:
         found = None
         for name, secret in self._keys:  # all of them, so that time tells nothing
             if compare_digest(secret, offered):
                 found = name
-        if found is None:
-            raise Unauthorized("The API key is not one of this server's.")
         return found
 
 

@@ -27,7 +27,7 @@ class GatewayConfig:
         (), "NAME=SECRET or SECRET; repeatable [none: open to all]", metavar="KEY", secret=True
     )
     admin_api_key: str | None = flag(
-        None, "secret for /debug and administration", metavar="KEY", secret=True
+        None, "secret for /debug, /admin, resets and /server_info", metavar="KEY", secret=True
     )
     chat_template: Path | None = flag(None, "file with another chat template", metavar="FILE")
     max_num_queued_reqs: int = flag(
@@ -56,6 +56,17 @@ class GatewayConfig:
         default_cache_dir, "converted models [$XDG_CACHE_HOME/kvferry or ~/.cache/kvferry]"
     )
     log_level: Literal["debug", "info", "warning", "error"] = flag("info", "least level shown")
+    log_format: Literal["text", "json"] = flag("text", "form of log lines")
+    enable_log_requests: bool = flag(False, "log the text and ids of prompts")
+    max_log_len: int | None = flag(
+        None, "characters or ids of a prompt that are logged [all]", minimum=0, metavar="N"
+    )
+    metrics_compat: Literal["vllm"] | None = flag(
+        None, "export metrics under these names too", metavar="NAMES"
+    )
+    otlp_traces_endpoint: str | None = flag(
+        None, "URL that gets OpenTelemetry spans, OTLP over HTTP", metavar="URL"
+    )
     enable_debug: bool = flag(False, "serve GET /debug/ledger to the admin key")
     enable_test_hooks: bool = flag(False, "accept forced token ids: for tests, never in production")
     fd: int | None = flag(None, "inherited listening socket", hidden=True)

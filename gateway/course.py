@@ -53,6 +53,8 @@ class Loss(Enum):
     """The node does not know the request."""
     BROKEN = "broken"
     """What the node says of it makes no sense."""
+    ENDED = "ended"
+    """The node was told to end, and the request would have taken it too long."""
 
 
 @dataclass(frozen=True, slots=True)

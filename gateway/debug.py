@@ -69,7 +69,7 @@ async def inject(gateway: Gateway, asked: FaultsRequest) -> dict[str, Any]:
         return {"gateway": {"rules": len(rules)}, "nodes": []}
     chosen = [node for node in gateway.nodes if asked.node in _names(gateway.nodes, node)]
     if not chosen:
-        known = ", ".join(name for _, name in _named(gateway.nodes))
+        known = ", ".join(name for _, name in gateway.nodes.named())
         text = f"No node is called {asked.node[:100]!r}: there are {known}, roles, all and gateway."
         raise BadRequest(text, param="node")
     body = {name: value for name, value in _fields(asked) if name != "node"}
@@ -95,7 +95,7 @@ def _own(gateway: Gateway) -> dict[str, Any]:
         "loop_lag_ms": round(1e3 * nodes.lag, 3),
         "check": check_figures({"nodes": nodes.check, "service": gateway.check}),
         "process": process_figures(),
-        "links": [_link(name, node) for node, name in _named(nodes)],
+        "links": [_link(name, node) for node, name in nodes.named()],
     }
 
 
@@ -117,24 +117,15 @@ def _link(name: str, node: Node) -> dict[str, Any]:
 # -- nodes -----------------------------------------------------------------------------------------
 
 
-def _named(nodes: Nodes) -> list[tuple[Node, str]]:
-    """`decode-0`, `decode-1`, … in the order in which the gateway was told of them."""
-    return [
-        (node, f"{node.role}-{number}")
-        for group in (nodes.decode, nodes.prefill)
-        for number, node in enumerate(group)
-    ]
-
-
 def _names(nodes: Nodes, node: Node) -> tuple[str, ...]:
-    own = next(name for other, name in _named(nodes) if other is node)
+    own = next(name for other, name in nodes.named() if other is node)
     return ("all", node.role, node.address, own)
 
 
 async def _ask_all(
     nodes: Nodes, kind: str, body: bytes, chosen: Iterable[Node] | None = None
 ) -> list[dict[str, Any]]:
-    asked = [(node, name) for node, name in _named(nodes) if chosen is None or node in chosen]
+    asked = [(node, name) for node, name in nodes.named() if chosen is None or node in chosen]
     replies = await asyncio.gather(*(node.ask(kind, body, ANSWER_SECONDS) for node, _ in asked))
     return [
         _read(reply) | {"name": name, "role": node.role, "address": node.address}

@@ -9,6 +9,7 @@
      ├── TooLarge              413  the body exceeds the limit
      ├── NotJson               415  the body is of another type
      ├── NotSupported          501  a feature that this server does not have
+     ├── Aborted               499  somebody ended the request by its id
      ├── Unavailable           503  loading, draining, overloaded, out of time: worth a retry
      └── EngineFailure         500  a node failed, or was lost, while it worked on the request
 
@@ -131,6 +132,18 @@ class NotSupported(ApiError):
     status = 501
     kind = "not_implemented_error"
     default_code = "not_supported"
+
+    @property
+    def headers(self) -> Mapping[str, str]:
+        return {"x-should-retry": "false"}
+
+
+class Aborted(ApiError):
+    """Nobody repeats it: whoever aborted it meant it."""
+
+    status = 499
+    kind = "invalid_request_error"
+    default_code = "request_aborted"
 
     @property
     def headers(self) -> Mapping[str, str]:

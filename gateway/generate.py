@@ -98,6 +98,7 @@ class Generation:
         prompts: Sequence[Prompt],
         params: Params,
         patience: Patience,
+        session: bytes = b"",
     ) -> None:
         self.prompts = prompts
         self.params = params
@@ -107,6 +108,7 @@ class Generation:
         """How often a request went on elsewhere, by reason."""
         self._nodes = nodes
         self._patience = patience
+        self._session = session
         self._eos_ids = () if params.ignore_eos else model.eos_ids
         count = len(prompts) * params.n
         self._choices = [Choice(model.tokenizer, params.rules) for _ in range(count)]
@@ -212,7 +214,10 @@ class Generation:
         make = partial(self._message, course)
         try:
             avoid = course.refused_by | course.broken_by
-            course.sent(self._nodes.submit(sink, course.prompt, make, avoid, course.doubted))
+            run = self._nodes.submit(
+                sink, course.prompt, make, avoid, course.doubted, self._session
+            )
+            course.sent(run)
         except NoNode as error:
             if error.reason == "died":
                 self._note_loss(course, Loss.DEAD)
@@ -333,6 +338,8 @@ class Generation:
         course = self._courses[at]
         if rejected.code == "unknown_request":
             self._lost(at, Loss.FORGOTTEN)
+        elif rejected.code == "shutting_down" and any(course.outputs):
+            self._lost(at, Loss.ENDED)  # it has waited as long as it may
         elif rejected.code in NO_ROOM:
             course.refused()
             try:

@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvferry.gateway.generate import Generation
+from kvferry.gateway.metrics_compat import VllmNames
 from kvferry.gateway.node import Node
 from kvferry.gateway.nodes import Nodes
 from kvferry.gateway.report import Report
@@ -62,7 +63,13 @@ def _never_raises(record: Callable[P, None]) -> Callable[P, None]:
 class Metrics:
     """All series of one gateway."""
 
-    def __init__(self, model_name: str, nodes: Nodes, waiting: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        model_name: str,
+        nodes: Nodes,
+        waiting: Callable[[], int],
+        compat: str | None = None,
+    ) -> None:
         self._registry = registry = CollectorRegistry()
 
         def counter(name: str, help: str, *labels: str) -> Counter:
@@ -106,6 +113,9 @@ class Metrics:
             "event_loop_lag_seconds", "By how much the gateway's 50 ms tick came late.", _LAG
         ).labels(model_name)
         registry.register(_NodeCollector(model_name, nodes, waiting))
+        self._compat = CollectorRegistry()
+        if compat == "vllm":
+            self._compat.register(VllmNames(registry.collect, model_name))
 
     @_never_raises
     def succeeded(self, generation: Generation, report: Report, seconds: float) -> None:
@@ -145,7 +155,7 @@ class Metrics:
         self._lag.observe(seconds)
 
     def page(self) -> bytes:
-        return generate_latest(self._registry)
+        return generate_latest(self._registry) + generate_latest(self._compat)
 
 
 class _NodeCollector(Collector):

@@ -25,6 +25,7 @@ from kvferry.kvstore.sparse_log import SparseLog
 from kvferry.kvstore.wire import (
     Abort,
     AnyMessage,
+    CacheReset,
     DebugReply,
     DebugRequest,
     Done,
@@ -33,6 +34,7 @@ from kvferry.kvstore.wire import (
     KeyBatch,
     Load,
     Rejected,
+    ResetCache,
     Resync,
     Running,
     StepNotice,
@@ -57,6 +59,8 @@ OFFENCE_SECONDS = 10.0
 SPARE_TOKENS = 64
 NewClient = Callable[[str], Client]
 Role = Literal["decode", "prefill"]
+Answer = DebugReply | CacheReset
+"""To a question that carries a number."""
 
 
 class Node:
@@ -88,7 +92,7 @@ class Node:
         self._predicted = 0.0
         self._retry_at = 0.0
         self._resync_at = 0.0
-        self._asked: dict[int, asyncio.Future[bytes | None]] = {}
+        self._asked: dict[int, asyncio.Future[Answer | None]] = {}
         self._next_question = 1
 
     # -- what it is --------------------------------------------------------------------------------
@@ -307,7 +311,7 @@ class Node:
     # -- what it says ------------------------------------------------------------------------------
 
     def _take(self, message: AnyMessage) -> None:
-        if not isinstance(message, StepNotice | DebugReply | Running):
+        if not isinstance(message, StepNotice | DebugReply | CacheReset | Running):
             self._predicted = 0.0  # it says these between steps only
         if isinstance(message, StepOutput):
             self._tokens(message)
@@ -324,10 +328,10 @@ class Node:
             self._predicted = message.predicted_s
         elif isinstance(message, KeyBatch):
             self._keys_changed(message)
-        elif isinstance(message, DebugReply):
+        elif isinstance(message, DebugReply | CacheReset):
             question = self._asked.pop(message.number, None)
             if question is not None and not question.done():
-                question.set_result(message.body)
+                question.set_result(message)
 
     def _keys_changed(self, batch: KeyBatch) -> None:
         synced = self.keys.synced
@@ -387,10 +391,19 @@ class Node:
 
     async def ask(self, kind: str, body: bytes, timeout: float) -> bytes | None:
         """The node's answer to a debug request; None when it has none in time."""
+        answer = await self._ask(lambda number: DebugRequest(number, kind, body), timeout)
+        return answer.body if isinstance(answer, DebugReply) else None
+
+    async def reset_cache(self, timeout: float) -> CacheReset | None:
+        """Makes the node forget every block that nobody uses; None when it says nothing in time."""
+        answer = await self._ask(ResetCache, timeout)
+        return answer if isinstance(answer, CacheReset) else None
+
+    async def _ask(self, make: Callable[[int], AnyMessage], timeout: float) -> Answer | None:
         number, self._next_question = self._next_question, self._next_question + 1
         question = self._asked[number] = asyncio.get_running_loop().create_future()
         try:
-            if not self.send(DebugRequest(number, kind, body)):
+            if not self.send(make(number)):
                 return None
             return await asyncio.wait_for(question, timeout)
         except TimeoutError:

@@ -19,7 +19,13 @@ import zmq
 from kvferry.gateway.book import INQUIRE_SECONDS, Open, Sink
 from kvferry.gateway.node import Node
 from kvferry.gateway.prompts import Prompt, Shape
-from kvferry.gateway.routing import DecodeView, PrefillView, best_decode, order_prefill
+from kvferry.gateway.routing import (
+    DecodeView,
+    PrefillView,
+    affinity,
+    best_decode,
+    order_prefill,
+)
 from kvferry.kvstore.curve import CurveKeys
 from kvferry.kvstore.errors import KvferryError
 from kvferry.kvstore.faults import FaultInjector
@@ -106,6 +112,14 @@ class Nodes:
     def __iter__(self) -> Iterator[Node]:
         yield from self.decode
         yield from self.prefill
+
+    def named(self) -> list[tuple[Node, str]]:
+        """`decode-0`, `decode-1`, … in the order in which the gateway was told of them."""
+        return [
+            (node, f"{node.role}-{number}")
+            for group in (self.decode, self.prefill)
+            for number, node in enumerate(group)
+        ]
 
     def start(self) -> None:
         self._ticked = self._listening_since = time.monotonic()
@@ -228,19 +242,20 @@ class Nodes:
         make: Callable[[int, tuple[str, ...]], Generate],
         avoid: frozenset[str] = frozenset(),
         doubted: frozenset[str] = frozenset(),
+        session: bytes = b"",
     ) -> Run:
         """Sends a request to the best decode node that is not to be avoided.
 
-        One that is `doubted` gets it only if there is no other.
-
-        `make` gets its number and the addresses of prefill nodes, the best one first.
+        One that is `doubted` gets it only if there is no other. `make` gets its number and the
+        addresses of prefill nodes, the best one first. Between equals `session` decides, so that
+        one conversation tends to stay where it was.
 
         Raises
         ------
         NoNode
             None can take it.
         """
-        return self._submit(sink, prompt, make, avoid, doubted, frozenset())
+        return self._submit(sink, prompt, make, avoid, doubted, frozenset(), session)
 
     def _submit(
         self,
@@ -250,16 +265,18 @@ class Nodes:
         avoid: frozenset[str],
         doubted: frozenset[str],
         dead: frozenset[str],
+        session: bytes,
     ) -> Run:
-        node, prefix = self._choose_decode(prompt, avoid, doubted, dead)
-        addresses, known = self._order_prefill(prompt)
+        node, prefix = self._choose_decode(prompt, avoid, doubted, dead, session)
+        addresses, known = self._order_prefill(prompt, session)
         missing = prompt.size - prefix
         remote = addresses[0] if addresses and missing > self._block_size else ""
         number, self._next_request = self._next_request, self._next_request + 1
         now = time.monotonic()
         request = Open(sink, prompt.keys, missing, remote, now + INQUIRE_SECONDS)
         if not node.submit(make(number, addresses), request):
-            return self._submit(sink, prompt, make, avoid, doubted, dead | {node.address})
+            dead |= {node.address}
+            return self._submit(sink, prompt, make, avoid, doubted, dead, session)
         self._note_choice(node, remote)
         return Run(node, number, min(max(prefix, known), prompt.size - 1))
 
@@ -269,6 +286,7 @@ class Nodes:
         avoid: frozenset[str],
         doubted: frozenset[str],
         dead: frozenset[str],
+        session: bytes,
     ) -> tuple[Node, int]:
         usable = [node for node in self.decode if node.usable]
         able = [node for node in usable if node.able and node.address not in avoid | dead]
@@ -285,13 +303,14 @@ class Nodes:
                 max(len(node.requests), _reported(node)),
                 node.welcome.max_num_seqs if node.welcome is not None else 1,
                 node.chosen,
+                affinity(session, node.address),
             )
             for node in able
         ]
         at = best_decode(views, prompt.size)
         return able[at], views[at].prefix
 
-    def _order_prefill(self, prompt: Prompt) -> tuple[tuple[str, ...], int]:
+    def _order_prefill(self, prompt: Prompt, session: bytes) -> tuple[tuple[str, ...], int]:
         """Addresses of prefill nodes, and the longest prefix that one of them has."""
         able = [node for node in self.prefill if node.able]
         ours = Counter(item.prefill for node in self.decode for item in node.requests.values())
@@ -300,6 +319,7 @@ class Nodes:
                 self._prefix(node, prompt),
                 max(ours[node.address], _reported(node)),
                 node.chosen,
+                affinity(session, node.address),
             )
             for node in able
         ]

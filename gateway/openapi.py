@@ -16,6 +16,7 @@ import msgspec
 from msgspec import Struct
 
 from kvferry.gateway import shapes
+from kvferry.gateway.admin import AbortRequest
 from kvferry.gateway.debug import FaultsRequest
 from kvferry.gateway.parameters import IGNORED, REFUSED, REFUSED_IN_CHATS, REFUSED_IN_COMPLETIONS
 from kvferry.gateway.schemas import (
@@ -65,7 +66,7 @@ OPERATIONS = (
         ChatRequest,
         shapes.ChatCompletion,
         ("text/event-stream",),
-        (*BODY, 404, 501, 503),
+        (*BODY, 404, 499, 501, 503, 504),
     ),
     Operation(
         "post",
@@ -74,7 +75,7 @@ OPERATIONS = (
         CompletionRequest,
         shapes.Completion,
         ("text/event-stream",),
-        (*BODY, 404, 501, 503),
+        (*BODY, 404, 499, 501, 503, 504),
     ),
     Operation("get", "/v1/models", "The served model, under each of its names", None,
               shapes.ModelList),
@@ -83,6 +84,20 @@ OPERATIONS = (
               shapes.Tokenized, (), (*BODY, 404, 501)),
     Operation("post", "/detokenize", "The text of ids", DetokenizeRequest, shapes.Detokenized, (),
               (*BODY, 404)),
+    Operation("post", "/render", "The exact prompt of a request, and where it leaves the last one",
+              ChatRequest, shapes.Rendered, (), (*BODY, 404, 501, 503)),
+    *(
+        Operation("post", path, "End requests by the id of their answer or their X-Request-Id",
+                  AbortRequest, shapes.AbortedRequests, (), (*BODY, 404))
+        for path in ("/v1/abort", "/abort_request")
+    ),
+    Operation("get", "/server_info", "What runs here", None, shapes.ServerInfo),
+    *(
+        Operation("post", path, "Empty the prefix cache", None, shapes.CacheReset, (), (503,))
+        for path in ("/reset_prefix_cache", "/flush_cache")
+    ),
+    Operation("post", "/admin/drain", "Take nothing new", None, shapes.Pause),
+    Operation("post", "/admin/resume", "Take requests again", None, shapes.Pause),
     Operation("get", "/", "What this is", None, shapes.Name),
     Operation("get", "/version", "Its version", None, shapes.Version),
     Operation("get", "/health", "Whether the process lives"),

@@ -53,6 +53,8 @@ class Taken:
     echoes: list[str]
     """Texts of the prompts, if the answer shall begin with them."""
     has_tools: bool
+    session_names: tuple[str, ...]
+    """What the body calls the conversation, the better name first."""
 
 
 def is_large(body: Body) -> bool:
@@ -77,7 +79,8 @@ class Reader:
         """`/v1/chat/completions`."""
         asked, params, conversation = await self._run(body, lambda: self._chat(body))
         prompt = await self._prompts.chat(conversation, params, tenant, shape)
-        return Taken(params, [prompt], [], bool(asked.tools or asked.functions))
+        tools = bool(asked.tools or asked.functions)
+        return Taken(params, [prompt], [], tools, _session_names(asked))
 
     async def completions(self, body: Body, tenant: str, shape: Shape) -> Taken:
         """`/v1/completions`."""
@@ -85,7 +88,7 @@ class Reader:
         add = asked.add_special_tokens is not False
         prompts = await self._prompts.completions(asked.prompt, add, params, tenant, shape)
         echoes = self._echoes(asked, params) if params.echo else []
-        return Taken(params, prompts, echoes, False)
+        return Taken(params, prompts, echoes, False, _session_names(asked))
 
     async def tokenize(self, body: Body, max_model_len: int | None) -> bytes:
         """`/tokenize`: the answer's JSON."""
@@ -166,6 +169,11 @@ class Reader:
         if not all(0 <= token < size for token in tokens):
             raise BadRequest(f"tokens must be ids from 0 to {size - 1}.", param="tokens")
         return orjson.dumps({"prompt": self._model.tokenizer.decode(tokens, skip_special=False)})
+
+
+def _session_names(asked: ChatRequest | CompletionRequest) -> tuple[str, ...]:
+    names = (asked.prompt_cache_key, asked.session_id)
+    return tuple(name for name in names if isinstance(name, str) and name)
 
 
 def _variables(kwargs: Mapping[str, Any] | None, effort: str | None) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from kvferry.kvstore.errors import ProtocolBroken
 from kvferry.kvstore.keys import KEY_BYTES
@@ -121,6 +122,8 @@ class DecodeView:
     """Requests that it runs at once."""
     chosen: int
     """Counts up with every choice: of equals the one that was not chosen longest is next."""
+    affinity: int = 0
+    """How much the request's session belongs there (`affinity`): decides between equals only."""
 
     def cost(self, tokens: int) -> int:
         """What a prompt of so many tokens waits for there, in prompt tokens to compute.
@@ -140,17 +143,36 @@ class PrefillView:
     prefix: int
     jobs: int
     chosen: int
+    affinity: int = 0
 
 
 def best_decode(views: Sequence[DecodeView], tokens: int) -> int:
     """The index of the node that a prompt of so many tokens should go to."""
-    return min(range(len(views)), key=lambda at: (views[at].cost(tokens), views[at].chosen))
+
+    def rank(at: int) -> tuple[int, int, int]:
+        return views[at].cost(tokens), -views[at].affinity, views[at].chosen
+
+    return min(range(len(views)), key=rank)
 
 
 def order_prefill(views: Sequence[PrefillView]) -> list[int]:
     """Indices, the best node first: the shortest queue, then the longest prefix."""
 
-    def rank(at: int) -> tuple[int, int, int]:
-        return views[at].jobs, -views[at].prefix, views[at].chosen
+    def rank(at: int) -> tuple[int, int, int, int]:
+        view = views[at]
+        return view.jobs, -view.prefix, -view.affinity, view.chosen
 
     return sorted(range(len(views)), key=rank)
+
+
+def affinity(session: bytes, address: str) -> int:
+    """How much a session belongs to a node; 0 for a request of no session.
+
+    The node with the highest number among those that are there is the session's: rendezvous
+    hashing (Thaler and Ravishankar, 1998). Every gateway comes to the same answer, none remembers
+    anything, and only the sessions of a node that goes move elsewhere.
+    """
+    if not session:
+        return 0
+    digest = blake2b(address.encode(), digest_size=8, key=session[:64]).digest()
+    return 1 + int.from_bytes(digest, "big")

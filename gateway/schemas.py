@@ -122,6 +122,10 @@ class Options(Struct, frozen=True, kw_only=True):
     response_format: ResponseFormat | None = None
     kvferry_force_ids: list[int] | None = None
 
+    # Hints for routing: they count if they are texts.
+    prompt_cache_key: Any = None
+    session_id: Any = None
+
     # Refused by name, because to ignore them would change the answer.
     allowed_token_ids: Any = None
     bad_words: Any = None

@@ -28,7 +28,14 @@ from kvferry.kvstore.settings import (
 )
 
 # The fields of ServeConfig that a role's own config class has too; a test compares them.
-_EVERY_ROLE = ("cache_dir", "curve_keys", "log_level", "max_num_queued_reqs")
+_EVERY_ROLE = (
+    "cache_dir",
+    "curve_keys",
+    "log_level",
+    "log_format",
+    "max_num_queued_reqs",
+    "shutdown_timeout",
+)
 PREFILL_FLAGS = (
     "max_num_batched_tokens",
     "max_model_len",
@@ -47,7 +54,10 @@ GATEWAY_FLAGS = (
     "admin_api_key",
     "first_token_timeout",
     "request_timeout",
-    "shutdown_timeout",
+    "enable_log_requests",
+    "max_log_len",
+    "metrics_compat",
+    "otlp_traces_endpoint",
     "enable_debug",
     "enable_test_hooks",
     *_EVERY_ROLE,
@@ -66,7 +76,7 @@ class ServeConfig:
         (), "NAME=SECRET or SECRET; repeatable [none: open to all]", metavar="KEY", secret=True
     )
     admin_api_key: str | None = flag(
-        None, "secret for /debug and administration", metavar="KEY", secret=True
+        None, "secret for /debug, /admin, resets and /server_info", metavar="KEY", secret=True
     )
     max_model_len: int | None = flag(
         None, "longest prompt and output together, tokens [the model's]", minimum=1
@@ -106,6 +116,17 @@ class ServeConfig:
         30.0, "seconds that running requests get at the end", minimum=0, metavar="S"
     )
     log_level: Literal["debug", "info", "warning", "error"] = flag("info", "least level shown")
+    log_format: Literal["text", "json"] = flag("text", "form of log lines")
+    enable_log_requests: bool = flag(False, "log the text and ids of prompts")
+    max_log_len: int | None = flag(
+        None, "characters or ids of a prompt that are logged [all]", minimum=0, metavar="N"
+    )
+    metrics_compat: Literal["vllm"] | None = flag(
+        None, "export metrics under these names too", metavar="NAMES"
+    )
+    otlp_traces_endpoint: str | None = flag(
+        None, "URL that gets OpenTelemetry spans, OTLP over HTTP", metavar="URL"
+    )
     enable_debug: bool = flag(False, "serve GET /debug/ledger to the admin key")
     enable_test_hooks: bool = flag(
         False, "serve POST /debug/faults: for tests, never in production"
@@ -220,14 +241,13 @@ def role_specs(
         places += [("prefill", placement.prefill, PREFILL_FLAGS)] * count
     totals = Counter(role for role, _, _ in places)
     numbers = {role: iter(range(total)) for role, total in totals.items()}
-    return gateway, tuple(
-        RoleSpec(
-            role if totals[role] == 1 else f"{role}-{next(numbers[role])}",
-            (*_command(role), model_flag, *_place_flags(where), *to_argv(config, flags)),
-            clean,
-        )
-        for role, where, flags in places
-    )
+
+    def node(role: str, where: Place, flags: tuple[str, ...]) -> RoleSpec:
+        name = role if totals[role] == 1 else f"{role}-{next(numbers[role])}"
+        told = (f"--name={name}", *_place_flags(where), *to_argv(config, flags))
+        return RoleSpec(name, (*_command(role), model_flag, *told), clean)
+
+    return gateway, tuple(node(*one) for one in places)
 
 
 def _command(role: str) -> tuple[str, ...]:

@@ -27,7 +27,8 @@ from kvferry.gateway.nodes import Nodes
 from kvferry.gateway.service import Gateway
 from kvferry.kvstore.curve import load_keys
 from kvferry.kvstore.errors import ConfigError
-from kvferry.kvstore.process import StatusPipe, set_up_logging
+from kvferry.kvstore.logs import set_up_logging
+from kvferry.kvstore.process import StatusPipe
 from kvferry.kvstore.settings import parse
 from kvferry.kvstore.sockets import new_incarnation
 from kvferry.kvstore.wire import PROTOCOL, Hello
@@ -46,7 +47,7 @@ def run(argv: Sequence[str]) -> int:
         prog="kvferry gateway",
         description="Serves the HTTP API for decode and prefill nodes that run elsewhere.",
     )
-    set_up_logging("gateway", config.log_level)
+    set_up_logging("gateway", config.log_level, config.log_format)
     disable_created_metrics()  # type: ignore[no-untyped-call]
     if not config.decode_node:
         raise ConfigError("no decode node: name one with --decode-node tcp://HOST:PORT")

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
+from dataclasses import dataclass
 from threading import Barrier
+from typing import TypeVar
 
 from kvferry.gateway.apart import Apart
 from kvferry.gateway.auth import Keys
 from kvferry.gateway.config import GatewayConfig
-from kvferry.gateway.errors import ApiError, Unavailable, shutting_down
+from kvferry.gateway.errors import Aborted, ApiError, Unavailable, shutting_down
 from kvferry.gateway.generate import Generation, Patience, Update, no_node
+from kvferry.gateway.last_prompts import LastPrompts
 from kvferry.gateway.metrics import Metrics
 from kvferry.gateway.model import ServedModel
 from kvferry.gateway.nodes import Nodes, NoNode
@@ -25,10 +28,20 @@ from kvferry.gateway.pacing import Turnstile
 from kvferry.gateway.parameters import Params
 from kvferry.gateway.prompts import Prompt, PromptMaker, Shape
 from kvferry.gateway.reading import Reader
+from kvferry.gateway.tracing import open_tracer
 
 TOKENIZER_THREADS = 2
 REQUESTS_A_TURN = 4
 """How many requests may begin in one turn of the event loop."""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Whose generation it is, and what it is called: ids are never keys, several may share one."""
+
+    tenant: str
+    names: frozenset[str]
 
 
 class Gateway:
@@ -40,7 +53,7 @@ class Gateway:
         self.nodes = nodes
         self.keys = Keys(config.api_key)
         self.admin_keys = Keys((config.admin_api_key,) if config.admin_api_key else ())
-        self.metrics = Metrics(model.name, nodes, self.unanswered)
+        self.metrics = Metrics(model.name, nodes, self.unanswered, config.metrics_compat)
         nodes.on_lag = self.metrics.lagged
         self._executor = _all_threads(ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer"))
         self.prompts = PromptMaker(model, self._executor)
@@ -49,8 +62,12 @@ class Gateway:
             model, self.prompts, self._executor, test_hooks=config.enable_test_hooks
         )
         self.apart = Apart(config)
-        self.draining = False
-        self.open: set[Generation] = set()
+        self.tracer = open_tracer(config.otlp_traces_endpoint, model.name)
+        self.last_prompts = LastPrompts()
+        self.paused = False
+        """An operator lets nothing new in."""
+        self.open: dict[Generation, Origin] = {}
+        self._ending = False
         self._in_flight = 0
         self._idle = asyncio.Event()
         self._idle.set()
@@ -58,7 +75,18 @@ class Gateway:
     def close(self) -> None:
         self.nodes.close()
         self.apart.close()
+        if self.tracer is not None:
+            self.tracer.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
+
+    async def beside(self, work: Callable[[], T]) -> T:
+        """The result of long work, which another thread does: the loop has streams to serve."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+
+    @property
+    def draining(self) -> bool:
+        """Nothing new is accepted: the process ends, or an operator said so."""
+        return self._ending or self.paused
 
     # -- taking work -------------------------------------------------------------------------------
 
@@ -88,17 +116,19 @@ class Gateway:
             )
         return self.nodes.shape
 
-    def generation(self, prompts: Sequence[Prompt], params: Params) -> Generation:
-        """A response to be followed."""
+    def generation(
+        self, prompts: Sequence[Prompt], params: Params, session: bytes = b""
+    ) -> Generation:
+        """A response to be followed; `session` is the conversation's, if it has a name."""
         config = self.config
         patience = Patience(
             config.first_token_timeout, config.request_timeout, config.resume_timeout
         )
-        return Generation(self.nodes, self.model, prompts, params, patience)
+        return Generation(self.nodes, self.model, prompts, params, patience, session)
 
-    async def follow(self, generation: Generation) -> AsyncGenerator[Update]:
+    async def follow(self, generation: Generation, origin: Origin) -> AsyncGenerator[Update]:
         """The generation's updates, with everything counted."""
-        self.open.add(generation)
+        self.open[generation] = origin
         started = time.monotonic()
         try:
             async with aclosing(generation.updates()) as updates:
@@ -108,8 +138,19 @@ class Gateway:
                 seconds = time.monotonic() - started
                 self.metrics.succeeded(generation, generation.report, seconds)
         finally:
-            self.open.discard(generation)
+            del self.open[generation]
             self.metrics.generated(generation)
+
+    def abort(self, name: str, tenant: str | None) -> int:
+        """Ends what is called so and is the tenant's, or anybody's if it is None; how many."""
+        found = [
+            generation
+            for generation, origin in self.open.items()
+            if name in origin.names and tenant in (None, origin.tenant)
+        ]
+        for generation in found:
+            generation.fail(Aborted(f"The request {name[:128]} was aborted."))
+        return len(found)
 
     def check(self) -> None:
         """Proves that nodes have nothing of a response that is over."""
@@ -133,7 +174,7 @@ class Gateway:
 
     async def drain(self, timeout: float) -> None:
         """Accepts nothing new and waits for what runs; what still does then gets an error."""
-        self.draining = True
+        self._ending = True
         try:
             await asyncio.wait_for(self._idle.wait(), timeout)
         except TimeoutError:

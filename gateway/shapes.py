@@ -195,3 +195,57 @@ class Ledger(Struct):
 class Injected(Struct):
     nodes: list[Any]
     gateway: dict[str, Any] | UnsetType = UNSET
+
+
+# -- for whoever runs the server ------------------------------------------------------------------
+
+
+class Difference(Struct):
+    """Where a prompt leaves the caller's last one."""
+
+    common_tokens: Count
+    common_characters: Count
+    previous_count: Count
+    shared: str
+    previous: str
+    now: str
+
+
+class Rendered(Struct):
+    object: Literal["render"]
+    model: str
+    count: Count
+    max_model_len: Count
+    block_size: Count
+    prompt: str
+    token_ids: list[Count]
+    difference: Difference | None
+
+
+class AbortedRequests(Struct):
+    aborted: Count
+
+
+class ServerInfo(Struct):
+    version: str
+    model: str
+    served_model_names: list[str]
+    started: Count
+    draining: bool
+    requests: Count
+    max_model_len: Count | None
+    block_size: Count | None
+    fingerprint: dict[str, str] | None
+    nodes: list[dict[str, Any]]
+    config: dict[str, Any]
+
+
+class CacheReset(Struct):
+    success: bool
+    nodes: list[dict[str, Any]]
+    absent: list[str]
+
+
+class Pause(Struct):
+    draining: bool
+    requests: Count

@@ -6,6 +6,7 @@ gateway. Knows nothing of requests or blocks, and never imports a role: it runs 
     bind the port → resolve the model → start the nodes → their addresses → start the gateway
     → all ready: "serves" → (a role ends: start it again, at its old address)
     → SIGTERM: the gateway ends, then the nodes
+    → another one: the gateway ends its streams now → a third one: everything is killed
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from functools import partial
 from kvferry.gateway.serve_config import RoleSpec, ServeConfig, place, role_specs
 from kvferry.gateway.supervision import CONFIG_ERROR, Report, ReportReader, Restarts
 from kvferry.kvstore.errors import ConfigError
+from kvferry.kvstore.logs import set_up_logging
 from kvferry.kvstore.model_files import content_digest, resolve_model
 from kvferry.kvstore.process import (
     StopSignal,
     available_cores,
     die_with_parent,
-    set_up_logging,
 )
 from kvferry.kvstore.settings import parse
 
@@ -50,7 +51,7 @@ def run(argv: Sequence[str]) -> int:
         prog="kvferry serve",
         description="Serves a model: gateway, decode node and prefill node on this host.",
     )
-    set_up_logging("serve", config.log_level)
+    set_up_logging("serve", config.log_level, config.log_format)
     placement = place(config, available_cores())
     with bind(config.host, config.port) as listener:
         model = resolve_model(config.model, config.cache_dir, _log.info)
@@ -64,7 +65,7 @@ def run(argv: Sequence[str]) -> int:
             shutdown_timeout=config.shutdown_timeout,
             on_ready=lambda: print(f"kvferry serves {name} at {url(listener)}/v1", flush=True),
         )
-        with StopSignal(on_second=supervisor.kill) as stop:
+        with StopSignal(on_second=supervisor.insist) as stop:
             return supervisor.run(stop)
 
 
@@ -178,6 +179,7 @@ class Supervisor:
         self._status = 0
         self._failure = ""
         self._served = False
+        self._insisted = False
 
     def run(self, stop: StopSignal) -> int:
         """Serves until the end; 0 after a drain in which nothing had to be killed.
@@ -201,8 +203,14 @@ class Supervisor:
             raise ConfigError(self._failure)
         return self._status
 
-    def kill(self) -> None:
-        """Ends every role and this process at once; may be called by a signal handler."""
+    def insist(self) -> None:
+        """A signal behind the first one, in its handler: the second hurries, the third kills."""
+        if self._insisted:
+            self._kill()
+        self._insisted = True
+
+    def _kill(self) -> None:
+        """Ends every role and this process at once."""
         for role in self._roles:
             role.signal(signal.SIGKILL)
         os._exit(128 + signal.SIGINT)
@@ -266,6 +274,9 @@ class Supervisor:
         if self._ending is None:
             _log.info("stopping: running requests get up to %g s", self._shutdown_timeout)
             self._end([self._gateway], self._shutdown_timeout + _GRACE_S, 0)
+        elif self._ending == [self._gateway]:
+            _log.info("stopping now: running requests are ended")
+            self._end([self._gateway], _GRACE_S, 0)
 
     def _end(self, roles: list[_Role], patience: float, status: int) -> None:
         self._ending, self._status = roles, status or self._status

@@ -162,6 +162,12 @@ class BlockPool:
                     del self._cached[block]
                     self._free.append(block)
 
+    def evict_cached(self) -> int:
+        """Forgets every block that nobody holds; returns how many. Held ones stay findable."""
+        count = len(self._cached)
+        self.discard(list(self._cached))
+        return count
+
     def clear(self) -> int:
         """Forgets every cached block, and makes held ones unfindable. Returns how many keys."""
         count = len(self._block_of)

@@ -19,13 +19,14 @@ import zmq
 from kvferry.kvstore.curve import CurveKeys, guarded, is_local, load_keys
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.link import Client
+from kvferry.kvstore.logs import set_up_logging
 from kvferry.kvstore.model_files import (
     ModelFiles,
     content_digest,
     resolve_model,
     tokenizer_digest,
 )
-from kvferry.kvstore.process import StatusPipe, StopSignal, apply_cores, set_up_logging
+from kvferry.kvstore.process import StatusPipe, StopSignal, apply_cores
 from kvferry.kvstore.router import Server
 from kvferry.kvstore.sockets import new_incarnation
 from kvferry.kvstore.wire import PROTOCOL, Hello, Welcome
@@ -55,7 +56,11 @@ class NodeConfig(Protocol):
     @property
     def status_fd(self) -> int | None: ...
     @property
+    def name(self) -> str | None: ...
+    @property
     def log_level(self) -> str: ...
+    @property
+    def log_format(self) -> str: ...
 
 
 class Computes(Protocol):
@@ -129,7 +134,7 @@ def boot(role: str, config: NodeConfig) -> Iterator[Booted]:
     ConfigError
         The model, the address or the keys cannot be used.
     """
-    set_up_logging(role, config.log_level)
+    set_up_logging(config.name or role, config.log_level, config.log_format)
     apply_cores(config.cores, config.threads, config.nice, config.spin)
     status = StatusPipe(config.status_fd)
     curve = load_keys(config.curve_keys) if config.curve_keys else None

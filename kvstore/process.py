@@ -1,8 +1,8 @@
 """What every role's process does at its start and its end, whatever its role.
 
 Owns the process's place on the machine (cores, priority, threads that block), the pipe on which it
-reports to a supervisor, its answer to signals and the form of its log lines. It knows no role, and
-it must run before torch is imported: OpenMP reads its environment once.
+reports to a supervisor and its answer to signals. It knows no role, and it must run before torch is
+imported: OpenMP reads its environment once.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import json
-import logging
 import os
 import signal
 import sys
@@ -194,16 +193,3 @@ class StopSignal:
             for name in self._SIGNALS:
                 signal.signal(name, signal.SIG_DFL)
         os.write(self._writer, b"\0")
-
-
-# -- logging -------------------------------------------------------------------------------------
-
-
-def set_up_logging(role: str, level: str) -> None:
-    """One line an event on stderr: time, role, level, message."""
-    logging.basicConfig(
-        level=level.upper(),
-        format=f"%(asctime)s {role} %(levelname)s %(message)s",
-        stream=sys.stderr,
-        force=True,
-    )

@@ -306,6 +306,18 @@ def to_environ(config: DataclassInstance, only: Collection[str]) -> dict[str, st
     }
 
 
+def shown(config: DataclassInstance) -> dict[str, Any]:
+    """Every setting that may be shown to a person: no secrets, and nothing hidden."""
+    values = {
+        item.name: getattr(config, item.name)
+        for item in fields(config)
+        if not (_about(item).secret or _about(item).hidden)
+    }
+    return {
+        name: str(value) if isinstance(value, Path) else value for name, value in values.items()
+    }
+
+
 def without_settings(environ: Environ) -> dict[str, str]:
     """The environment less every variable that a config class would read."""
     return {name: value for name, value in environ.items() if not name.startswith(PREFIX)}

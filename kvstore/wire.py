@@ -8,8 +8,9 @@ can know it checks where it acts. The header frame is an
 own and never pass through msgpack. Nothing is ever unpickled. This module owns the vocabulary; it
 knows neither sockets nor what a message makes somebody do.
 
-    gateway → node    Hello  Generate  Stop  Abort  Inquire  Drain  Resync  DebugRequest
-    node → gateway    Welcome  StepOutput  Done  Rejected  Running  Load  KeyBatch  DebugReply
+    gateway → node    Hello  Generate  Stop  Abort  Inquire  Drain  Resync  ResetCache  DebugRequest
+    node → gateway    Welcome  StepOutput  Done  Rejected  Running  Load  KeyBatch  CacheReset
+                      DebugReply
     D → P             Hello  Offer  Credit  AbortTransfer  Probe
     P → D             Welcome  Accepted  Declined  Blocks  Complete  TransferAborted  Progress
     anyone            Ping  Pong  HelloRequired  Refused  StepNotice
@@ -30,7 +31,7 @@ from msgspec import Meta, Struct
 from kvferry.kvstore.errors import MalformedFrame
 from kvferry.kvstore.keys import KEY_BYTES
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_HEADER_BYTES = 64 << 20
 """A header larger than this is refused unread: 2 million prompt tokens fit."""
 
@@ -190,6 +191,20 @@ class Running(Message, frozen=True, array_like=True, tag=14):
 
     request: Count
     sent: Annotated[tuple[Count, ...], Meta(max_length=MAX_CHOICES)]
+
+
+class ResetCache(Message, frozen=True, array_like=True, tag=15):
+    """Forget every block that nobody uses; the answer is `CacheReset` with the same number."""
+
+    number: Count
+
+
+class CacheReset(Message, frozen=True, array_like=True, tag=16):
+    number: Count
+    evicted: Count
+    """Blocks that were findable and are free now."""
+    held: Count
+    """Blocks that running requests or transfers use: they stay."""
 
 
 class Token(Struct, frozen=True, array_like=True):
@@ -426,7 +441,8 @@ class Progress(Message, frozen=True, array_like=True, tag=39):
 AnyMessage = (
     Hello | Welcome | HelloRequired | Refused | Ping | Pong
     | Generate | Stop | Abort | Inquire | StepOutput | Done | Rejected | Running
-    | Load | KeyBatch | StepNotice | Drain | Resync | DebugRequest | DebugReply
+    | Load | KeyBatch | StepNotice | Drain | Resync | ResetCache | CacheReset
+    | DebugRequest | DebugReply
     | Offer | Accepted | Declined | Blocks | Credit | Complete | AbortTransfer | TransferAborted
     | Probe | Progress
 )  # fmt: skip

@@ -12,9 +12,11 @@ evicted as soon as its transfer is complete.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable
+from math import inf
 
 import zmq
 
@@ -29,6 +31,7 @@ from kvferry.kvstore.wire import (
     AbortTransfer,
     Accepted,
     Blocks,
+    CacheReset,
     Complete,
     Credit,
     DebugRequest,
@@ -37,11 +40,14 @@ from kvferry.kvstore.wire import (
     Offer,
     Probe,
     Progress,
+    ResetCache,
     Resync,
     TransferAborted,
 )
 from kvferry.prefill_node.job import Job, JobState, open_job
 from kvferry.prefill_node.scheduler import Chunk, PrefillScheduler
+
+log = logging.getLogger(__name__)
 
 MESSAGE_BYTES = 4 << 20
 """Payload of one `Blocks` message at most; one block is sent whatever its size."""
@@ -100,16 +106,29 @@ class PrefillNode:
 
     # -- the loop -------------------------------------------------------------------------------
 
-    def run(self, stop_fd: int, stopping: Callable[[], bool]) -> None:
-        """Serves until a stop is asked for and nothing is under way any more."""
+    def run(self, stop_fd: int, stopping: Callable[[], bool], timeout: float = inf) -> None:
+        """Serves until a stop is asked for and nothing is under way any more, `timeout` seconds
+        later at most: what still is then is given up, and decode nodes do without."""
+        deadline = inf
         while True:
             self._wait(stop_fd)
             if stopping():
                 self._draining = True
+                deadline = min(deadline, self._clock() + timeout)
+            if self._clock() >= deadline:
+                self._give_up()
             if self._draining and not self.scheduler.active and not self.scheduler.waiting:
                 self._server.flush(FLUSH_SECONDS)
                 return
             self.turn()
+
+    def _give_up(self) -> None:
+        """Ends every transfer."""
+        for job in [*self.scheduler.active, *self.scheduler.waiting]:
+            if job.state is not JobState.ABORTED:
+                self._server.send(job.peer, TransferAborted(job.number, job.epoch, "draining"))
+                self.scheduler.abort(job)
+                self._counters["transfers_aborted"] += 1
 
     def _wait(self, stop_fd: int) -> None:
         """Sleeps until there is something to do; not at all while there is to compute."""
@@ -199,6 +218,10 @@ class PrefillNode:
                 self.debug.answer(received.peer, message)
             case Resync():
                 self._announcer.resync(received.peer)
+            case ResetCache(number) if received.peer.role == "gateway":
+                held, evicted = self.pool.num_held, self.pool.evict_cached()
+                self._server.send(received.peer, CacheReset(number, evicted, held))
+                log.info("the prefix cache was reset: %d blocks evicted, %d in use", evicted, held)
             case Drain() if received.peer.role == "gateway":
                 self._draining = True
             case message:

@@ -49,5 +49,5 @@ def run(argv: Sequence[str]) -> int:
             debug=DebugSwitches(config.enable_debug, config.enable_test_hooks),
         )
         gc.freeze()  # what was loaded stays: no collection in the middle of a pass walks it
-        node.run(booted.stop.fileno(), lambda: booted.stop.requested)
+        node.run(booted.stop.fileno(), lambda: booted.stop.requested, config.shutdown_timeout)
     return 0

@@ -33,6 +33,7 @@ from kvferry.kvstore.wire import (
     PROTOCOL,
     Abort,
     AnyMessage,
+    CacheReset,
     DebugReply,
     DebugRequest,
     Done,
@@ -41,6 +42,7 @@ from kvferry.kvstore.wire import (
     Inquire,
     PromptSources,
     Rejected,
+    ResetCache,
     Resync,
     Running,
     Stages,
@@ -193,6 +195,8 @@ class FakeDecode:
                 self._send(peer, Running(message.request, tuple(live.at)))
         elif isinstance(message, Resync):
             self.resyncs.append(message)
+        elif isinstance(message, ResetCache):
+            self._send(peer, CacheReset(message.number, 5, 2))
         elif isinstance(message, DebugRequest):
             self.asked.append(message)
             self._send(peer, DebugReply(message.number, b'{"kind": "%s"}' % message.kind.encode()))

@@ -15,7 +15,7 @@ import pytest
 from kvferry.kernels.standin import standin_reply, write_standin_model
 from kvferry.tests.gateway_rig import wait_until
 from kvferry.tests.served import Served
-from kvferry.tests.streams import DEBUG, hold, idle, ledger, prompt_of
+from kvferry.tests.streams import ADMIN, DEBUG, hold, idle, ledger, prompt_of
 
 ROUNDS = 25
 """For each stage, streamed or not: 200 in all."""
@@ -50,7 +50,8 @@ def send(served: Served, prompt: list[int], stream: bool) -> socket.socket:
     content = json.dumps(body).encode()
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
-        f"Authorization: Bearer secret\r\nContent-Length: {len(content)}\r\n\r\n"
+        f"Authorization: Bearer secret\r\nX-Request-Id: the-same\r\n"
+        f"Connection: close\r\nContent-Length: {len(content)}\r\n\r\n"
     )
     connection = socket.create_connection((host, int(port)))
     connection.sendall(head.encode() + content)
@@ -122,3 +123,36 @@ def test_leaving_while_tokens_come_stops_the_compute(served: Served, stream: boo
         connection.close()
         wait_until(lambda: empty(served), 1.0)
     wait_until(lambda: served.metric("kvferry_node_requests_aborted_total") >= before + 5)
+
+
+GAUGES = ("running", "waiting", "unanswered")
+
+
+def gauges(served: Served) -> list[float]:
+    return [served.metric(f"kvferry_num_requests_{name}") for name in GAUGES]
+
+
+@pytest.mark.D10
+@pytest.mark.parametrize("way", ["leave", "abort"])
+def test_a_hundred_aborts_at_once(served: Served, way: str) -> None:
+    """Some run, some wait; 2 s later nothing does, and nobody had to ask for anything more."""
+    prompts = [prompt_of(60, 1000 + seed) for seed in range(100)]
+    connections = [send(served, prompt, seed % 2 == 0) for seed, prompt in enumerate(prompts)]
+    wait_until(lambda: nodes(served)[0]["requests"] == 100, 30)
+    assert nodes(served)[0]["sequences"]["waiting"] > 50
+    wait_until(lambda: sum(gauges(served)) > 0)
+    if way == "leave":
+        for connection in connections:
+            connection.close()
+    else:
+        told = served.post("/v1/abort", {"request_id": "the-same"}, headers=ADMIN)
+        assert told.json() == {"aborted": 100}
+    begun = time.monotonic()
+    wait_until(lambda: gauges(served) == [0, 0, 0])
+    assert time.monotonic() - begun < 2
+    wait_until(lambda: empty(served))
+    for connection in connections:
+        if way == "abort":
+            assert b"request_aborted" in connection.makefile("rb").read()
+        connection.close()
+    wait_until(lambda: idle(served))

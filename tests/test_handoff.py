@@ -14,6 +14,8 @@ from kvferry.kvstore.keys import checksum, pack_tokens
 from kvferry.kvstore.link import LinkState
 from kvferry.kvstore.wire import (
     Abort,
+    CacheReset,
+    ResetCache,
     Sampling,
     Stop,
 )
@@ -579,3 +581,82 @@ def test_deadlines_end_requests() -> None:
     assert answer.rejected is not None and answer.rejected.code == "deadline_exceeded"
     cluster.until(cluster.idle)
     cluster.close()
+
+
+def reset(cluster: Cluster, address: str, role: str = "gateway") -> list[CacheReset]:
+    """What a node answers to one client's `ResetCache`, once it has heard it."""
+    client = cluster.client(address, role)
+    answers: list[CacheReset] = []
+
+    def heard() -> bool:
+        client.tick(time.monotonic())
+        answers.extend(it.message for it in client.receive() if isinstance(it.message, CacheReset))
+        return client.state is LinkState.READY and (bool(answers) or role != "gateway")
+
+    cluster.until(lambda: heard() or client.state is LinkState.READY)
+    assert client.send(ResetCache(7))
+    cluster.until(heard)
+    for _ in range(20):
+        cluster.turn()
+    client.close()
+    return answers
+
+
+def test_a_reset_forgets_what_nobody_uses_and_nothing_else(apart: Cluster) -> None:
+    first, second = prompt_of(300, seed=70), prompt_of(300, seed=71)
+    assert apart.ask(first).cached == 0 and apart.ask(first).cached == 288
+    hold = apart.submit(apart.message(second, max_tokens=900))
+    apart.until(lambda: len(hold.tokens.get(0, ())) > 20)
+    nodes = [(apart.decode.pool, apart.decode._server.address)]
+    nodes += [(node.pool, node._server.address) for node in apart.prefill]
+    for pool, address in nodes:
+        cached = pool.num_cached
+        assert cached
+        assert reset(apart, address, "decode") == [], "only gateways may ask for it"
+        assert pool.num_cached >= cached
+        (answer,) = reset(apart, address)
+        assert answer.number == 7 and answer.evicted >= cached
+        assert (answer.held > 0) == (pool is apart.decode.pool)
+        assert pool.num_cached == 0
+        assert len(pool.keys()) <= pool.num_held
+    assert not hold.ended
+    assert apart.ask(first).cached == 0, "it was forgotten, here and there"
+    assert apart.ask(second).cached == 288, "it was in use"
+    apart.until(lambda: hold.ended)
+    assert hold.ids() == apart.reply(second, 900)
+
+
+# -- the end of a node -----------------------------------------------------------------------------
+
+
+@pytest.mark.D5
+@pytest.mark.parametrize("timeout", [0.2, 60.0], ids=["too-long", "in-time"])
+def test_a_decode_node_ends_with_its_requests_or_without(apart: Cluster, timeout: float) -> None:
+    prompt = prompt_of(100, seed=80)
+    count = 5000 if timeout < 1 else 100
+    answer = apart.submit(apart.message(prompt, max_tokens=count))
+    apart.until(lambda: bool(answer.tokens))
+    apart.decode.run(-1, lambda: True, timeout)
+    assert apart.decode.pool.num_held == 0
+    apart.until(lambda: answer.ended)
+    ids = answer.ids()
+    assert ids == apart.reply(prompt, count)[: len(ids)]
+    if timeout < 1:
+        assert answer.rejected is not None and answer.rejected.code == "shutting_down"
+        assert 0 < len(ids) < count
+    else:
+        assert answer.rejected is None and len(ids) == count
+
+
+@pytest.mark.D5
+def test_a_prefill_node_that_ends_gives_up_what_takes_too_long(apart: Cluster) -> None:
+    (node,) = apart.prefill
+    node.debug.hold = frozenset({"transfer"})
+    prompt = prompt_of(700, seed=81)
+    answer = apart.submit(apart.message(prompt))
+    apart.until(lambda: node.pool.num_held > 0)
+    node.run(-1, lambda: True, 0.2)
+    assert node.pool.num_held == 0 and not node.scheduler.active
+    apart.until(lambda: answer.ended)
+    assert answer.ids() == apart.reply(prompt), "the decode node does it alone"
+    assert answer.done is not None and answer.done.sources.decode == 700

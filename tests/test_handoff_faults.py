@@ -160,11 +160,7 @@ def test_a_lost_frame_of_the_decode_node_costs_only_time(kind: type) -> None:
     assert answer.ids() == cluster.reply(prompt_of(700), 2)
     message = cluster.message(prompt_of(700, seed=1))
     cluster.submit(message)
-<<<<<<< HEAD
     cluster.until(lambda: any(one.offered for one in cluster.decode.receiver.inbox.all()))
-=======
-    cluster.until(lambda: cluster.decode.receiver.inbox.num_live > 0)
->>>>>>> 77feedc (Two tests of lost and repeated messages wait for what they test)
     cluster.gateway.send(Abort(message.request))
     cluster.until(lambda: not cluster.decode.desk)
     cluster.until(cluster.idle)
@@ -192,11 +188,8 @@ def test_a_repeated_generate_runs_once(cluster: Cluster) -> None:
     cluster.until(lambda: answer.ended)
     cluster.gateway.send(message)
     cluster.until(lambda: cluster.decode.desk.counters["requests_repeated"] == 2)
-<<<<<<< HEAD
-=======
     for _ in range(20):
         cluster.turn()
->>>>>>> 77feedc (Two tests of lost and repeated messages wait for what they test)
     assert answer.ids() == cluster.reply(prompt_of(300)) and answer.rejected is None
 
 

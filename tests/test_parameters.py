@@ -110,7 +110,8 @@ COMPLETION_EFFECTS = EFFECTS | {"echo": True, "logprobs": 1}
 ELSEWHERE = {
     "add_generation_prompt", "add_special_tokens", "chat_template_kwargs", "continue_final_message",
     "function_call", "messages", "modalities", "model", "prompt", "reasoning_effort",
-    "response_format", "stream_options", "tool_choice", "top_logprobs",
+    "prompt_cache_key", "response_format", "session_id", "stream_options", "tool_choice",
+    "top_logprobs",
 }  # fmt: skip
 """What takes two to have an effect, has one on the prompt, or has only harmless values."""
 

@@ -13,13 +13,13 @@ import sys
 import pytest
 
 from kvferry.kvstore.errors import ConfigError
+from kvferry.kvstore.logs import set_up_logging
 from kvferry.kvstore.process import (
     StatusPipe,
     StopSignal,
     available_cores,
     format_cores,
     parse_cores,
-    set_up_logging,
 )
 
 LIMIT_S = 20

@@ -571,3 +571,28 @@ def test_messages_of_strange_requests_are_ignored(rigged: Rig) -> None:
 def rigged(tmp_path: Path) -> Iterator[Rig]:
     with running(tmp_path / "m") as rig:
         yield rig
+
+
+@pytest.mark.D5
+@pytest.mark.parametrize("after", [0, 3])
+def test_a_node_that_is_told_to_end_hands_its_requests_over(tmp_path: Path, after: int) -> None:
+    with several(tmp_path / "m") as (rig, (first, second)):
+        first.does.pace = 0.05
+        first.does.hold = after == 0
+        lines: list[str] = []
+        reading = threading.Thread(target=lambda: lines.extend(stream(rig)))
+        reading.start()
+        wait_until(lambda: bool(first.generates))
+        number = first.generates[0].request
+        (book, _) = [node.book for node in rig.gateway.nodes]
+        if after:
+            wait_until(lambda: book.requests[number].answered)
+        first.say(Load(1, 0, 4, 0, 64, True, {}))
+        first.does.hold = True
+        first.say(Rejected(number, "shutting_down", "this node ends"))
+        reading.join(20)
+        assert text_of(lines) == TEXT
+        (again,) = second.generates
+        begun = [unpack_tokens(ids) for ids in again.outputs]
+        assert bool(begun) == bool(after)
+        assert all(ids == [*ids_of(TEXT), EOS][: len(ids)] for ids in begun)

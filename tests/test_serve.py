@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -17,6 +18,7 @@ import httpx
 import pytest
 
 from kvferry.kernels.standin import StandinConfig, standin_reply, write_standin_model
+from kvferry.tests.gateway_rig import wait_until
 from kvferry.tests.served import Served
 
 B = 16
@@ -347,26 +349,80 @@ def test_a_stream_that_loses_its_node_goes_on_or_ends_with_one_error(tmp_path: P
         assert served.stop() == 0
 
 
+STREAMS = 10
+
+
+class Following:
+    """A stream and how it ended, read in a thread of its own."""
+
+    def __init__(self, served: Served, number: int) -> None:
+        self.lines: list[str] = []
+        self.cut = False
+        self._body = {"prompt": [number + 3], "max_tokens": 150, "ignore_eos": True,
+                      "stream": True, "temperature": 0}  # fmt: skip
+        self._url = served.url + "/v1/completions"
+        self.thread = threading.Thread(target=self._read)
+        self.thread.start()
+
+    def _read(self) -> None:
+        try:
+            with httpx.stream("POST", self._url, json=self._body, timeout=60) as response:
+                for line in response.iter_lines():
+                    self.lines += [line] if line else []
+        except httpx.TransportError:
+            self.cut = True
+
+    @property
+    def whole(self) -> bool:
+        return not self.cut and self.lines[-1] == "data: [DONE]"
+
+    @property
+    def errors(self) -> list[str]:
+        return [line for line in self.lines if '"error"' in line]
+
+
 @pytest.mark.D5
-def test_a_stop_lets_streams_finish_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    write_standin_model(tmp_path / "slow", seconds_per_pass=0.01)
-    served = Served(tmp_path / "slow", tmp_path / "log")
+@pytest.mark.parametrize("end", ["long", "short", "second-signal"])
+def test_a_stop_leaves_nothing_behind(
+    tmp_path: Path, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    write_standin_model(tmp_path / "slow", seconds_per_pass=0.02)
+    timeout = "0.3" if end == "short" else "30"
+    served = Served(
+        tmp_path / "slow", tmp_path / "log", f"--shutdown-timeout={timeout}", "--decode-nodes=2"
+    )
     children = list(served.children().values())
-    finished = []
-
-    def stream(number: int) -> None:
-        _, reasons = streamed(served, prompt=[number + 3], max_tokens=100)
-        finished.append(reasons)
-
-    threads = [threading.Thread(target=stream, args=(number,)) for number in range(5)]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + 10
-    while served.metric("kvferry_num_requests_running") < 5:
-        assert time.monotonic() < deadline
+    ports = listening(served.process.pid, *children)
+    assert len(ports) >= 4
+    streams = [Following(served, number) for number in range(STREAMS)]
+    wait_until(lambda: all(len(it.lines) >= 3 for it in streams), 20)
     served.process.send_signal(signal.SIGTERM)
-    for thread in threads:
-        thread.join(30)
-    assert finished == [{0: "length"}] * 5
+    if end == "second-signal":
+        wait_until(lambda: httpx.get(served.url + "/ready").status_code == 503)
+        served.process.send_signal(signal.SIGTERM)
+    for it in streams:
+        it.thread.join(30)
+    if end == "long":
+        assert all(it.whole and not it.errors for it in streams)
+    else:
+        assert all(it.cut and len(it.errors) == 1 for it in streams)
+        assert all('"code":"shutting_down"' in it.errors[0] for it in streams)
     assert served.wait() == 0
-    assert not any(Path(f"/proc/{pid}").exists() for pid in children)
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children))
+    for port in ports:
+        socket.create_server(("127.0.0.1", port)).close()
+    assert list((tmp_path / "tmp").iterdir()) == []
+
+
+def listening(*pids: int) -> set[int]:
+    """The TCP ports on which these processes listen."""
+    inodes = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):
+                found = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(link))
+                inodes |= {found[1]} if found else set()
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return {int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and row[9] in inodes}

@@ -185,6 +185,9 @@ def test_all_start_together_again_and_again(tmp_path: Path) -> None:
         flags = ("--decode-nodes=2", "--prefill-nodes=2")
         with serving(folder, *flags) as (served, config):
             assert served.http.get("/ready").json() == {"status": "ready", "absent": []}
+            log = served.log.read_text()
+            for name in ("decode-0", "decode-1", "prefill-0", "prefill-1"):
+                assert f" {name} INFO ready at tcp://" in log
             names = {"gateway", "decode-0", "decode-1", "prefill-0", "prefill-1"}
             assert set(served.children()) == names
             prompt = prompt_of(300, number)

@@ -33,7 +33,8 @@ import logging, sys
 from kvferry.gateway.serve_config import RoleSpec
 from kvferry.gateway.supervisor import Supervisor, bind
 from kvferry.kvstore.errors import ConfigError
-from kvferry.kvstore.process import StopSignal, set_up_logging
+from kvferry.kvstore.logs import set_up_logging
+from kvferry.kvstore.process import StopSignal
 
 role, diary, timeout, *lives = sys.argv[1:]
 lives = dict(life.split("=") for life in lives)
@@ -48,7 +49,7 @@ with bind("127.0.0.1", 0) as listener:
         spec("gateway"), [spec("decode"), spec("prefill")], listener,
         shutdown_timeout=float(timeout), on_ready=lambda: print("serves", flush=True),
     )
-    with StopSignal(on_second=supervisor.kill) as stop:
+    with StopSignal(on_second=supervisor.insist) as stop:
         try:
             sys.exit(supervisor.run(stop))
         except ConfigError as error:
@@ -183,14 +184,29 @@ def test_a_role_that_cannot_start_is_given_up(start: Start) -> None:
     assert "the prefill node never became ready (status 1): giving up" in cluster.log()
 
 
-def test_a_second_signal_kills(start: Start) -> None:
+def test_a_third_signal_kills(start: Start) -> None:
     cluster = start("gateway=stubborn")
     cluster.wait_ready()
-    cluster.process.send_signal(signal.SIGINT)
-    until(lambda: "stopping" in cluster.log())
+    for said in ("stopping: ", "stopping now"):
+        cluster.process.send_signal(signal.SIGINT)
+        until(lambda said=said: said in cluster.log())  # type: ignore[misc]
+    assert cluster.process.poll() is None
     cluster.process.send_signal(signal.SIGINT)
     assert cluster.end() == 130
     until(lambda: not any(map(alive, cluster.pids())))
+
+
+@pytest.mark.D5
+def test_a_second_signal_shortens_a_drain(start: Start) -> None:
+    """The gateway hears it too, and does not get the rest of the time for its requests."""
+    cluster = start("gateway=stubborn", timeout=3600)
+    cluster.wait_ready()
+    for said in ("stopping: ", "stopping now"):
+        cluster.process.send_signal(signal.SIGTERM)
+        until(lambda said=said: said in cluster.log())  # type: ignore[misc]
+    assert cluster.end() == 1
+    assert "the gateway did not end in time: killed" in cluster.log()
+    assert not any(map(alive, cluster.pids()))
 
 
 def test_a_drain_is_bounded(start: Start) -> None:

@@ -46,6 +46,8 @@ EXAMPLES: list[wire.AnyMessage] = [
     wire.Running(1, (3, 4)),
     wire.DebugRequest(1, "ledger", b""),
     wire.DebugReply(1, b"{}"),
+    wire.ResetCache(1),
+    wire.CacheReset(1, 5, 2),
     wire.Probe(1, 1),
     wire.Progress(1, 1, True, 4),
 ]
