@@ -4,12 +4,13 @@ ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install
 
-.PHONY: serve test test-clients check acceptance bench bench-equality soak lock clean
+.PHONY: serve test test-clients check acceptance bench bench-equality bench-gateway soak lock clean
 
 serve: .venv/ready
 	@$(BIN)/kvferry serve $(ARGS)
 
 test: .venv/ready
+	@$(BIN)/python -m kvferry.tests.vocabularies
 	@$(BIN)/pytest $(ARGS)
 
 test-clients: .venv/ready
@@ -23,6 +24,9 @@ bench: .venv/chats
 
 bench-equality: .venv/chats
 	@$(BIN)/python -m kvferry.bench.equality $(ARGS)
+
+bench-gateway: .venv/chats
+	@$(BIN)/python -m kvferry.bench.gateway_turn $(ARGS)
 
 acceptance: .venv/ready
 	@$(BIN)/python -m kvferry.tests.acceptance $(ARGS)

@@ -58,8 +58,21 @@ def load_chats() -> list[str]:
     return list(chats_of(_data_file().read_text(encoding="utf-8")))
 
 
+def load_conversations() -> list[list[tuple[str, str]]]:
+    """Every whole chat of the package, as turns: who speaks (`human`, `gpt`, …), and the text."""
+    return list(conversations_of(_data_file().read_text(encoding="utf-8")))
+
+
 def chats_of(text: str) -> Iterator[str]:
     """The chats in a JSON list of records, up to the first record that is broken."""
+    for turns in conversations_of(text):
+        chat = "\n\n".join(said for _, said in turns if said)
+        if chat:
+            yield chat
+
+
+def conversations_of(text: str) -> Iterator[list[tuple[str, str]]]:
+    """The same chats, turn by turn."""
     decoder = json.JSONDecoder()
     at = text.index("[") + 1
     while True:
@@ -69,10 +82,7 @@ def chats_of(text: str) -> Iterator[str]:
             record, at = decoder.raw_decode(text, at)
         except json.JSONDecodeError:
             return
-        turns = [turn["value"].strip() for turn in record["conversations"]]
-        chat = "\n\n".join(turn for turn in turns if turn)
-        if chat:
-            yield chat
+        yield [(turn["from"], turn["value"].strip()) for turn in record["conversations"]]
 
 
 def _data_file() -> Path:

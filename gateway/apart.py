@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 ARGUMENTS: dict[str, Any] = {
     "chat": tuple[str, Shape],
     "completions": tuple[str, Shape],
-    "tokenize": tuple[int | None],
+    "tokenize": tuple[str, int | None],
     "detokenize": tuple[()],
 }
 """What each method of `Reader` takes beside the body."""

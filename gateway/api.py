@@ -164,7 +164,8 @@ class Api:
     async def tokenize(self, request: Request) -> Response:
         shape = self._gateway.nodes.shape
         limit = shape.max_model_len if shape is not None else None
-        return _ready_json(await self._read("tokenize", await self.body(request), limit))
+        tenant = record_of(request).tenant
+        return _ready_json(await self._read("tokenize", await self.body(request), tenant, limit))
 
     async def detokenize(self, request: Request) -> Response:
         return _ready_json(await self._read("detokenize", await self.body(request)))

@@ -43,6 +43,7 @@ class Open:
 
     sink: Sink
     keys: bytes
+    """Of its blocks that the node does not have yet."""
     missing: int
     """Prompt tokens that must be computed before its first token."""
     prefill: str

@@ -47,6 +47,11 @@ class Rendered:
     text: str
     marker: str | None
 
+    @property
+    def plain(self) -> str:
+        """The text without markers."""
+        return self.text if self.marker is None else self.text.replace(self.marker, "")
+
 
 # -- reading ---------------------------------------------------------------------------------------
 

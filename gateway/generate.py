@@ -28,7 +28,7 @@ from kvferry.gateway.errors import (
 )
 from kvferry.gateway.model import ServedModel
 from kvferry.gateway.nodes import Nodes, NoNode, Run
-from kvferry.gateway.output import Choice, Piece
+from kvferry.gateway.output import Choice, Piece, Reply
 from kvferry.gateway.parameters import Params
 from kvferry.gateway.prompts import Prompt
 from kvferry.gateway.report import Report, make_report
@@ -149,6 +149,15 @@ class Generation:
     @property
     def finish_reasons(self) -> list[str]:
         return [choice.finish.reason for choice in self._choices if choice.finish is not None]
+
+    @property
+    def unfinished(self) -> list[int]:
+        """Choices without an end."""
+        return [at for at, choice in enumerate(self._choices) if choice.finish is None]
+
+    def said(self, choice: int) -> tuple[Prompt, Reply]:
+        """What one choice has shown so far, and to which prompt."""
+        return self.prompts[choice // self.params.n], self._choices[choice].reply
 
     def fail(self, error: ApiError) -> None:
         """Ends the response with this error, from outside."""

@@ -29,6 +29,7 @@ from kvferry.gateway.routing import (
 from kvferry.kvstore.curve import CurveKeys
 from kvferry.kvstore.errors import KvferryError
 from kvferry.kvstore.faults import FaultInjector
+from kvferry.kvstore.keys import KEY_BYTES
 from kvferry.kvstore.link import Client
 from kvferry.kvstore.sockets import first_difference
 from kvferry.kvstore.sparse_log import SparseLog
@@ -273,7 +274,8 @@ class Nodes:
         remote = addresses[0] if addresses and missing > self._block_size else ""
         number, self._next_request = self._next_request, self._next_request + 1
         now = time.monotonic()
-        request = Open(sink, prompt.keys, missing, remote, now + INQUIRE_SECONDS)
+        new = prompt.keys[prefix // self._block_size * KEY_BYTES :]
+        request = Open(sink, new, missing, remote, now + INQUIRE_SECONDS)
         if not node.submit(make(number, addresses), request):
             dead |= {node.address}
             return self._submit(sink, prompt, make, avoid, doubted, dead, session)

@@ -8,6 +8,8 @@ by one or joined. It knows no API and no node.
 
 from __future__ import annotations
 
+from array import array
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -48,6 +50,32 @@ class Piece:
     finish: Finish | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """A choice's text as it was shown, and where in it the tokens are that it comes from."""
+
+    text: str
+    ids: array[int]
+    """All tokens that have a part in the decoded text, of which the shown one is the beginning."""
+    starts: array[int]
+    ends: array[int]
+    """Characters of the decoded text that each token spans; one that ends inside a character ends
+    behind it."""
+
+    def cut(self, size: int) -> tuple[array[int], str]:
+        """The tokens that lie whole within the first `size` characters, and the text behind them.
+
+        They end together: no token that is left out has a part in those that are taken.
+        """
+        beyond = bisect_right(self.ends, size)
+        if beyond == len(self.ids):
+            return self.ids[:], ""
+        border = self.starts[beyond]
+        while (whole := bisect_right(self.ends, border)) < beyond:  # it shares a character
+            beyond, border = whole, self.starts[whole]
+        return self.ids[:beyond], self.text[border:size]
+
+
 @dataclass(slots=True)
 class _Pending:
     """A token whose text is not released yet: it spans these characters of the whole text."""
@@ -72,6 +100,14 @@ class Choice:
         self._decoded = 0
         self._released = 0
         self._pending: deque[_Pending] = deque()
+        self._shown: list[str] = []
+        self._ids, self._starts, self._ends = array("i"), array("i"), array("i")
+
+    @property
+    def reply(self) -> Reply:
+        """What was shown so far, and its tokens."""
+        text = "".join(self._shown)
+        return Reply(text, self._ids[:], self._starts[:], self._ends[:])
 
     def push(self, token: Token) -> Piece | None:
         """The piece that this token completes, if any. Tokens behind the end are ignored."""
@@ -105,6 +141,10 @@ class Choice:
         # A token that ends inside a character is complete once that character is.
         end = self._decoded + self._detokenizer.pending
         self._pending.append(_Pending(token, start, end, not silent))
+        if not silent:
+            self._ids.append(token.token)
+            self._starts.append(start)
+            self._ends.append(end)
         return text
 
     def _flush(self) -> str:
@@ -116,6 +156,7 @@ class Choice:
         if not text:
             return None
         self._released += len(text)
+        self._shown.append(text)
         tokens = []
         while self._pending and self._pending[0].end <= self._released:
             tokens.append(self._pending.popleft().token)
@@ -124,6 +165,7 @@ class Choice:
     def _end(self, text: str, finish: Finish) -> Piece:
         self.finish = finish
         self._released += len(text)
+        self._shown.append(text)
         rest, self._pending = self._pending, deque()
         cut = isinstance(finish.matched, str)
         shown = [

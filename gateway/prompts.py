@@ -1,9 +1,9 @@
 """From what a client wrote to prompts that a node can take: ids, block keys, room to answer.
 
 Owns the last checks before any compute: length against the model's limit, ids against its
-vocabulary. Long texts are rendered, tokenized and hashed on a thread, because the event loop has
-other streams to serve; short ones are faster where they are. It knows no node, only the shape all
-of them share.
+vocabulary; and the memory by which only the new part of a prompt costs much. Long texts are
+rendered, tokenized and hashed on a thread, because the event loop has other streams to serve; short
+ones are faster where they are. It knows no node, only the shape all of them share.
 """
 
 from __future__ import annotations
@@ -14,16 +14,21 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TypeVar
 
-from kvferry.gateway.conversation import Conversation, render
+from kvferry.gateway.block_keys import KeyChain
+from kvferry.gateway.chat_ids import ChatEncoder, ChatIds, PromptEnd
+from kvferry.gateway.conversation import Conversation, Rendered, render
 from kvferry.gateway.errors import BadRequest, ContextLength, NotSupported
 from kvferry.gateway.literals import strings
 from kvferry.gateway.model import ServedModel
+from kvferry.gateway.output import Reply
 from kvferry.gateway.parameters import MAX_CHOICES, Params
 from kvferry.gateway.tokenizer import CannotEncode
-from kvferry.kvstore.keys import chain, pack_tokens, root_key
+from kvferry.kvstore.keys import pack_tokens, root_key, unpack_tokens
 
 INLINE_CHARACTERS = 2048
 """Texts up to this length are tokenized on the event loop: about a millisecond."""
+KEY_CHAIN_BYTES = 32 << 20
+"""A kilobyte for each thousand tokens, with blocks of 16."""
 
 T = TypeVar("T")
 CompletionPrompt = str | Sequence[str | int | Sequence[int]]
@@ -46,22 +51,47 @@ class Prompt:
     keys: bytes
     max_tokens: int
     """What was asked for, or the room that is left."""
+    end: PromptEnd | None = None
+    """Where a chat's reply goes on."""
 
     @property
     def ids(self) -> memoryview:
         return memoryview(self.packed).cast("i")
 
 
+@dataclass(frozen=True, slots=True)
+class ChatText:
+    """A conversation as the model reads it."""
+
+    text: str
+    ids: list[int]
+
+
 class PromptMaker:
-    """Makes prompts of one model."""
+    """Makes prompts of one model, and remembers what was said to make the next ones of."""
 
     def __init__(self, model: ServedModel, executor: Executor) -> None:
         self._model = model
         self._executor = executor
+        self._encoder = ChatEncoder(model.tokenizer)
+        self._keys = KeyChain(KEY_CHAIN_BYTES)
 
-    async def chat_ids(self, conversation: Conversation) -> list[int]:
-        """Ids of a rendered conversation."""
-        return await self._run(_size(conversation), lambda: self._chat_ids(conversation))
+    def remember(self, prompt: Prompt, reply: Reply) -> None:
+        """A chat that goes on with this reply shall get the very ids that were generated."""
+        if prompt.end is not None:
+            self._encoder.remember(prompt.end, reply)
+
+    async def chat_text(
+        self, conversation: Conversation, tenant: str, salt: str | None = None
+    ) -> ChatText:
+        """The text and the ids that `chat` would send to a node; BadRequest if there are none."""
+
+        def make() -> ChatText:
+            rendered = self._rendered(conversation)
+            ids = unpack_tokens(self._chat_ids(rendered, tenant, salt).packed)
+            return ChatText(rendered.plain, ids)
+
+        return await self._run(_size(conversation), make)
 
     async def text_ids(self, text: str, add_special_tokens: bool) -> list[int]:
         """Ids of a text."""
@@ -71,10 +101,12 @@ class PromptMaker:
         self, conversation: Conversation, params: Params, tenant: str, shape: Shape
     ) -> Prompt:
         """The prompt of a conversation; BadRequest if it has none or is too long."""
-        return await self._run(
-            _size(conversation),
-            lambda: self._prompt(self._chat_ids(conversation), params, tenant, shape, "messages"),
-        )
+
+        def make() -> Prompt:
+            made = self._chat_ids(self._rendered(conversation), tenant, params.cache_salt)
+            return self._prompt(made.packed, params, tenant, shape, "messages", made.end)
+
+        return await self._run(_size(conversation), make)
 
     async def completions(
         self,
@@ -95,7 +127,11 @@ class PromptMaker:
         def make() -> list[Prompt]:
             return [
                 self._prompt(
-                    self._part_ids(part, add_special_tokens), params, tenant, shape, "prompt"
+                    pack_tokens(self._part_ids(part, add_special_tokens)),
+                    params,
+                    tenant,
+                    shape,
+                    "prompt",
                 )
                 for part in parts
             ]
@@ -109,18 +145,18 @@ class PromptMaker:
 
     # -- the work, on whichever thread -------------------------------------------------------------
 
-    def _chat_ids(self, conversation: Conversation) -> list[int]:
+    def _rendered(self, conversation: Conversation) -> Rendered:
         model = self._model
         if model.template is None:
             raise NotSupported(
                 f"The model {model.name} has no chat template: use /v1/completions, "
                 "or start the server with --chat-template."
             )
-        rendered = render(conversation, model.template, model.tokenizer.control_text)
-        if rendered.marker is None:
-            return model.tokenizer.encode(rendered.text, add_special_tokens=False)
+        return render(conversation, model.template, model.tokenizer.control_text)
+
+    def _chat_ids(self, rendered: Rendered, tenant: str, salt: str | None) -> ChatIds:
         try:
-            return model.tokenizer.encode_marked(rendered.text, rendered.marker)
+            return self._encoder.encode(rendered, tenant, salt)
         except CannotEncode as error:
             raise BadRequest(str(error), param="messages") from error
 
@@ -136,14 +172,21 @@ class PromptMaker:
         return part
 
     def _prompt(
-        self, ids: Sequence[int], params: Params, tenant: str, shape: Shape, param: str
+        self,
+        packed: bytes,
+        params: Params,
+        tenant: str,
+        shape: Shape,
+        param: str,
+        end: PromptEnd | None = None,
     ) -> Prompt:
-        if not ids:
+        if not packed:
             raise BadRequest("The prompt is empty: it has no tokens.", param=param)
-        max_tokens = _room(len(ids), params, shape.max_model_len, param)
+        size = len(packed) // 4
+        max_tokens = _room(size, params, shape.max_model_len, param)
         root = root_key(shape.fingerprint, tenant, params.cache_salt)
-        keys = b"".join(chain(root, ids, shape.block_size))
-        return Prompt(len(ids), pack_tokens(ids), root, keys, max_tokens)
+        keys = self._keys.keys(tenant, root, packed, shape.block_size)
+        return Prompt(size, packed, root, keys, max_tokens, end)
 
 
 def _size(conversation: Conversation) -> int:

@@ -90,7 +90,7 @@ class Reader:
         echoes = self._echoes(asked, params) if params.echo else []
         return Taken(params, prompts, echoes, False, _session_names(asked))
 
-    async def tokenize(self, body: Body, max_model_len: int | None) -> bytes:
+    async def tokenize(self, body: Body, tenant: str, max_model_len: int | None) -> bytes:
         """`/tokenize`: the answer's JSON."""
         asked = await self._run(body, lambda: self._decoded(body, TokenizeRequest))
         if asked.messages is not None:
@@ -100,7 +100,7 @@ class Reader:
                 continue_final_message=asked.continue_final_message,
                 variables=_variables(asked.chat_template_kwargs, None),
             )
-            ids = await self._prompts.chat_ids(conversation)
+            ids = (await self._prompts.chat_text(conversation, tenant)).ids
         elif asked.prompt is not None:
             add = asked.add_special_tokens is not False
             ids = await self._prompts.text_ids(asked.prompt, add)

@@ -133,11 +133,15 @@ class Gateway:
         try:
             async with aclosing(generation.updates()) as updates:
                 async for update in updates:
+                    if update.piece.finish is not None:  # before the client can go on from it
+                        self.prompts.remember(*generation.said(update.choice))
                     yield update
             if generation.report is not None:
                 seconds = time.monotonic() - started
                 self.metrics.succeeded(generation, generation.report, seconds)
         finally:
+            for choice in generation.unfinished:  # a client that stops a reply may still keep it
+                self.prompts.remember(*generation.said(choice))
             del self.open[generation]
             self.metrics.generated(generation)
 

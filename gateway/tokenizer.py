@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import tokenizers
 
 from kvferry.gateway.literals import ControlText, alias
+from kvferry.gateway.segments import Segmenter, cut_texts
 from kvferry.kvstore.errors import ConfigError, KvferryError
 
 
@@ -42,6 +43,7 @@ class Tokenizer:
         self._table: dict[int, bytes] = {}
         self._lock = threading.Lock()
         self.control_text = ControlText({text: token for token, text in self._special.items()})
+        self.segmenter = Segmenter(cut_texts(self._spec.get("added_tokens") or []))
         self.size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._prefix = _encode(self._tokenizer, "", True)
 
@@ -57,6 +59,13 @@ class Tokenizer:
         if add_special_tokens and size and ids[size : 2 * size] == self._prefix:
             return ids[size:]
         return ids
+
+    def encode_many(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of each text, without special tokens beside those in it."""
+        if not texts:
+            return []
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [one.ids for one in encoded]
 
     def encode_marked(self, rendered: str, marker: str) -> list[int]:
         """Ids of a rendered chat in which `marker` breaks the control texts that users wrote.

@@ -64,9 +64,13 @@ def next_key(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 def chain(root: bytes, tokens: Sequence[int], block_size: int) -> Iterator[bytes]:
     """Keys of the whole blocks of `tokens`, from position 0."""
-    packed = memoryview(pack_tokens(tokens))
+    return chain_packed(root, pack_tokens(tokens), block_size)
+
+
+def chain_packed(parent: bytes, tokens: bytes, block_size: int) -> Iterator[bytes]:
+    """Keys of the whole blocks of packed `tokens` behind the block (or root) `parent`."""
+    packed = memoryview(tokens)
     step = 4 * block_size
-    parent = root
     for start in range(0, len(packed) - step + 1, step):
         parent = blake2b(
             parent + packed[start : start + step], digest_size=KEY_BYTES, person=b"kvferry-block"

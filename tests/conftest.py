@@ -12,6 +12,7 @@ from kvferry.kernels.standin import write_standin_model
 from kvferry.kvstore.model_files import resolve_model
 from kvferry.tests.harness import Cluster
 from kvferry.tests.served import Served
+from kvferry.tests.vocabularies import vocabularies
 
 # Before anything imports torch: spinning OpenMP threads starve the servers under test.
 os.environ |= {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
@@ -29,6 +30,12 @@ def smollm2() -> Path:
     """The folder of the default model, converted once for all sessions of this machine."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvferry"
     return resolve_model(None, cache, lambda line: None).folder
+
+
+@pytest.fixture(scope="session")
+def real_vocabularies() -> Path:
+    """A folder with a tokenizer and a chat template for each of `vocabularies.MODELS`."""
+    return vocabularies()
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ import pytest
 from kvferry.kvstore.keys import chain, root_key, unpack_tokens
 from kvferry.kvstore.wire import Load
 from kvferry.tests.gateway_rig import (
+    BYTE,
     EOS,
     MAX_MODEL_LEN,
     Behaviour,
@@ -123,6 +124,54 @@ def test_what_the_node_gets(rig: Rig) -> None:
     assert (generate.eos_ids, generate.stop_token_ids) == ((), (7,))
     assert (generate.choices, generate.priority, generate.prefill_nodes) == (2, 4, ())
     assert (generate.sampling.temperature, generate.sampling.logprobs) == (0, 1)
+
+
+def follow_up(rig: Rig, reply: str, **fields: Any) -> list[int]:
+    """The prompt of the turn after a reply to "hi"."""
+    rig.decode.generates.clear()
+    said = [("user", "hi"), ("assistant", reply), ("user", "and?")]
+    messages = [{"role": role, "content": content} for role, content in said]
+    rig.post(CHAT, {"messages": messages, "max_tokens": 1} | fields)
+    return unpack_tokens(rig.decode.generates[0].prompt)
+
+
+BROKEN = [BYTE + 0xC3, *ids_of("o"), BYTE + 0xFF]
+"""Ids whose text, tokenized again, has others."""
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+def test_the_next_turn_gets_the_ids_that_were_generated(rig: Rig, stream: bool) -> None:
+    rig.chat(kvferry_force_ids=[*BROKEN, EOS], stream=stream)
+    first = unpack_tokens(rig.decode.generates[0].prompt)
+    expected = [*first, *BROKEN, EOS]
+    assert follow_up(rig, "\ufffdo\ufffd")[: len(expected)] == expected
+    plain = follow_up(rig, "\ufffdo\ufffd", cache_salt="other")
+    assert plain[len(first) :][:3] == ids_of("\ufffd"), "under another salt nothing is remembered"
+
+
+def test_every_choice_and_a_cut_reply_are_remembered(rig: Rig) -> None:
+    rig.chat(n=2)
+    rig.chat(kvferry_force_ids=[*BROKEN, *ids_of("STOP"), EOS], stop="STOP")
+    first = unpack_tokens(rig.decode.generates[0].prompt)
+    for text, ids in (("Hello 1", ids_of("Hello 1")), ("\ufffdo\ufffd", BROKEN)):
+        expected = [*first, *ids, EOS]
+        assert follow_up(rig, text)[: len(expected)] == expected
+
+
+def test_a_reply_that_the_client_stopped_is_remembered(rig: Rig) -> None:
+    rig.decode.does.pace = 0.02
+    body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
+    body |= {"kvferry_force_ids": [*BROKEN, *ids_of("x" * 200)]}
+    with httpx.stream("POST", rig.url + CHAT, json=body, timeout=20) as response:
+        for line in response.iter_lines():
+            if "x" in text_of([json.loads(line[6:])] if line.startswith("data: {") else []):
+                break
+    wait_until(lambda: bool(rig.decode.aborts) and not rig.gateway.open)
+    first = unpack_tokens(rig.decode.generates[0].prompt)
+    rig.decode.does.pace = 0
+    expected = [*first, *BROKEN]
+    replies = ["\ufffdo\ufffd" + "x" * count for count in range(1, 40)]
+    assert any(follow_up(rig, reply)[: len(expected)] == expected for reply in replies)
 
 
 def test_room_that_is_left_is_the_default(rig: Rig) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import openai
 import pytest
-from openai.types import Completion
+from openai.types import Completion, CompletionUsage
 from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessageParam
 
 from kvferry.kernels.standin import StandinConfig, standin_reply
@@ -45,6 +45,50 @@ def test_a_chat_and_its_next_turn(client: openai.OpenAI, served: Served) -> None
     assert again.usage is not None and again.usage.prompt_tokens_details is not None
     size = again.usage.prompt_tokens
     assert again.usage.prompt_tokens_details.cached_tokens == (size - 1) // 16 * 16
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
+def test_the_second_turn_finds_the_first_and_its_reply(client: openai.OpenAI, stream: bool) -> None:
+    """Of random bytes, so that the reply's text says little of its ids."""
+    checked = 0
+    for number in range(6):
+        chat: list[ChatCompletionMessageParam] = [
+            {"role": "user", "content": f"Question {number} of {stream}?"}
+        ]
+        text, usage, ids = answered(client, chat, stream)
+        if not all(token >= 3 for token in ids[:-1]):
+            continue  # it wrote a control token, which no text brings back
+        assert "\ufffd" in text, "tokenizing it again would not give these ids"
+        chat += [{"role": "assistant", "content": text}, {"role": "user", "content": "And then?"}]
+        _, after, _ = answered(client, chat, stream)
+        assert after.prompt_tokens_details is not None
+        reusable = usage.prompt_tokens + usage.completion_tokens - 1
+        assert (after.prompt_tokens_details.cached_tokens or 0) >= reusable // 16 * 16
+        checked += 1
+    assert checked >= 2
+
+
+def answered(
+    client: openai.OpenAI, chat: list[ChatCompletionMessageParam], stream: bool
+) -> tuple[str, CompletionUsage, list[int]]:
+    """A reply's text, usage and ids."""
+    common: dict[str, Any] = {"model": MODEL, "messages": chat, "max_tokens": 60, "temperature": 0}
+    common["extra_body"] = {"return_token_ids": True}
+    if not stream:
+        plain = client.chat.completions.create(**common)
+        assert plain.usage is not None
+        ids = plain.choices[0].model_dump()["token_ids"]
+        return plain.choices[0].message.content or "", plain.usage, ids
+    text, usage, ids = "", None, []
+    for chunk in client.chat.completions.create(
+        **common, stream=True, stream_options={"include_usage": True}
+    ):
+        usage = chunk.usage or usage
+        for choice in chunk.choices:
+            text += choice.delta.content or ""
+            ids += choice.model_dump().get("token_ids") or []
+    assert usage is not None
+    return text, usage, ids
 
 
 def test_a_stream_equals_the_plain_answer(client: openai.OpenAI) -> None:
