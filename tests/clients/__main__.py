@@ -140,8 +140,6 @@ def run_agent(
         told = _one(agent, case, log, output, generating)
         first = rows[0].told if rows else {}
         rows.append(Row(agent.version, case, told, judge(case, told, first, log, strict=False)))
-        if case == "plain":
-            agent.said(output.read_text(errors="replace"))
     return rows
 
 

@@ -1,17 +1,17 @@
 """aider and Cline as a person starts them: which command is which case.
 
 Owns their command lines and their folders, and nothing of the server. Neither says what its
-requests cost, so that is read from the server's log.
+requests cost, so that is read from the server's log. Cline resumes a session in a terminal only:
+its second turn is another request that begins as the first one did.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 LONG = "word " * 9000
@@ -28,7 +28,6 @@ class Agent:
     environ: Mapping[str, str]
     base: Sequence[str]
     setup: Sequence[Sequence[str]] = ()
-    session: list[str] = field(default_factory=list)
 
     def prepare(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -44,27 +43,13 @@ class Agent:
             "cancelled": STORY,
             "streamed": "What is the capital of Spain?",
         }
-        resumed = self.session if case == "second" else []
         if self.name == "aider":
+            resumed = ["--restore-chat-history"] if case == "second" else []
             message = self.folder / "message"
             message.write_text(texts[case])
             plain = ["--no-stream"] if case == "plain" else []
             return [*self.base, *plain, *resumed, "--message-file", str(message)]
-        return [*self.base, *resumed, texts[case]]
-
-    def said(self, output: str) -> None:
-        """Notes what continues the conversation, from the output of its first turn."""
-        if self.name == "aider":
-            self.session = ["--restore-chat-history"]
-            return
-        for line in output.splitlines():
-            try:
-                event = json.loads(line)
-            except ValueError:
-                continue
-            found = event.get("sessionId") if isinstance(event, dict) else None
-            if found:
-                self.session = ["--id", found]
+        return [*self.base, texts[case]]
 
     @contextmanager
     def running(self, case: str, output: Path) -> Iterator[subprocess.Popen[bytes]]:
