@@ -15,6 +15,7 @@ _ROLES = {
     "gateway": ("kvferry.gateway.server", "the HTTP API, for nodes that run elsewhere"),
     "prefill": ("kvferry.prefill_node.node_main", "a node that computes prompts"),
     "decode": ("kvferry.decode_node.node_main", "a node that generates tokens"),
+    "store": ("kvferry.kvstore.store_main", "keeps KV blocks in shared memory and on disk"),
     "keys": ("kvferry.kvstore.curve_main", "makes keys for connections between hosts"),
 }
 

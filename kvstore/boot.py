@@ -141,7 +141,7 @@ def boot(role: str, config: NodeConfig) -> Iterator[Booted]:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         with guarded(context, curve):
-            server = _bind(context, config.listen, curve)
+            server = bind(context, config.listen, curve)
             status.report(address=server.address)
             files = resolve_model(config.model, config.cache_dir, log.info)
             with StopSignal() as stop:
@@ -150,7 +150,8 @@ def boot(role: str, config: NodeConfig) -> Iterator[Booted]:
         context.destroy(0)
 
 
-def _bind(context: zmq.Context[zmq.Socket[bytes]], listen: str, curve: CurveKeys | None) -> Server:
+def bind(context: zmq.Context[zmq.Socket[bytes]], listen: str, curve: CurveKeys | None) -> Server:
+    """The process's one socket; ConfigError when the address cannot be had."""
     try:
         server = Server(context, listen, new_incarnation(), curve)
     except zmq.ZMQError as error:

@@ -35,6 +35,20 @@ class DebugSwitches:
     """Whether faults may be injected: for tests only."""
 
 
+class StoreHooks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Faults of the store's tiers."""
+
+    read_delay_ms: float | None = None
+    """Added to every block read from disk."""
+    damage_reads: int = 0
+    """How many of the next blocks read from disk get one wrong bit."""
+    fail_reads: int = 0
+    fail_writes: int = 0
+    """How many of the next writes find the disk full."""
+    damage_host: int = 0
+    """How many resident blocks get one wrong bit now."""
+
+
 class Hooks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The body of `faults`: everything it does not name is left as it is."""
 
@@ -47,6 +61,8 @@ class Hooks(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     seed: int = 0
     clear: bool = False
     """End all faults and holds first."""
+    store: StoreHooks | None = None
+    """For a store only."""
 
 
 class DebugDesk:
@@ -59,6 +75,7 @@ class DebugDesk:
         ledger: Callable[[], Mapping[str, Any]],
         check: Callable[[], None],
         clients: Callable[[], Iterable[Client]],
+        on_store: Callable[[StoreHooks], None] | None = None,
     ) -> None:
         self.hold: frozenset[str] = frozenset()
         self.preempt = 0
@@ -67,6 +84,7 @@ class DebugDesk:
         self._ledger = ledger
         self._check = check
         self._clients = clients
+        self._on_store = on_store
         self._faults: FaultInjector | None = None
 
     def answer(self, peer: Peer, request: DebugRequest) -> None:
@@ -102,14 +120,20 @@ class DebugDesk:
             raise ValueError(f"hooks: {error}") from None
         if unknown := sorted(set(hooks.hold or ()) - set(STAGES)):
             raise ValueError(f"no stage is called {unknown[0]!r}: choose {', '.join(STAGES)}")
+        if hooks.store is not None and self._on_store is None:
+            raise ValueError("this process is no store")
         rules = rules_from_json(hooks.rules or [])
         if hooks.clear:
             self.hold, self.preempt = frozenset(), 0
+            if self._on_store is not None:
+                self._on_store(StoreHooks(read_delay_ms=0.0))
         if hooks.clear or hooks.rules is not None:
             self._replace(FaultInjector(rules, hooks.seed) if rules else None)
         if hooks.hold is not None:
             self.hold = frozenset(hooks.hold)
         self.preempt += max(0, hooks.preempt)
+        if hooks.store is not None and self._on_store is not None:
+            self._on_store(hooks.store)
         return {"rules": len(rules), "hold": sorted(self.hold), "preempt": self.preempt}
 
     def _replace(self, faults: FaultInjector | None) -> None:

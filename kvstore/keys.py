@@ -49,6 +49,13 @@ def root_key(fingerprint: Mapping[str, str], tenant: str, salt: str | None) -> b
     return digest.digest()
 
 
+def tenant_key(tenant: str) -> bytes:
+    """16 bytes by which a store knows whose a block is, whatever salts its roots have."""
+    return blake2b(
+        tenant.encode("utf-8", "surrogatepass"), digest_size=KEY_BYTES, person=b"kvferry-tenant"
+    ).digest()
+
+
 def _field(digest: blake2b, tag: bytes, text: str) -> None:
     raw = text.encode("utf-8", "surrogatepass")
     digest.update(tag + len(raw).to_bytes(8, "little"))

@@ -26,6 +26,7 @@ from kvferry.kvstore.curve import CurveKeys
 from kvferry.kvstore.errors import MalformedFrame
 from kvferry.kvstore.faults import FaultInjector
 from kvferry.kvstore.sockets import (
+    PARTIAL_ROLES,
     PROBE_SECONDS,
     TURN_MESSAGES,
     LinkCounters,
@@ -239,7 +240,7 @@ class Client:
             self.counters.stale += 1
             return
         difference = first_difference(
-            self._hello.fingerprint, welcome.fingerprint, partial=self._hello.role == "gateway"
+            self._hello.fingerprint, welcome.fingerprint, partial=self._hello.role in PARTIAL_ROLES
         )
         if difference is not None:
             self.refusal = Refused(difference.field, difference.theirs, difference.ours)

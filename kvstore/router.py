@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import zmq
@@ -19,6 +19,7 @@ from kvferry.kvstore.curve import CurveKeys
 from kvferry.kvstore.errors import MalformedFrame, PeerMismatch
 from kvferry.kvstore.faults import FaultInjector
 from kvferry.kvstore.sockets import (
+    PARTIAL_ROLES,
     PROBE_SECONDS,
     TURN_MESSAGES,
     LinkCounters,
@@ -76,6 +77,7 @@ class Server:
         """Set by tests only: damages and delays what is sent."""
         self.peers: dict[bytes, Peer] = {}
         self._welcome: Welcome | None = None
+        self._admit: Callable[[Hello], Welcome | None] | None = None
         self._lost: list[Peer] = []
         self._pongs: dict[bytes, float] = {}
         self._probe_at = 0.0
@@ -95,6 +97,10 @@ class Server:
     def open(self, welcome: Welcome) -> None:
         """Starts answering hellos; before it the process is bound but still loading."""
         self._welcome = welcome
+
+    def open_to(self, admit: Callable[[Hello], Welcome | None]) -> None:
+        """Starts answering hellos, each with a welcome of its own; None: not yet."""
+        self._admit = admit
 
     def receive(self) -> Iterator[FromPeer]:
         """Messages of peers that have said hello, until nothing is waiting or for one turn.
@@ -142,7 +148,7 @@ class Server:
         return FromPeer(peer, message, payloads)
 
     def _meet(self, identity: bytes, sender: int, hello: Hello) -> None:
-        welcome = self._welcome
+        welcome = self._welcome if self._admit is None else self._admit(hello)
         if welcome is None:
             self._send(identity, sender, HelloRequired())
             return
@@ -150,7 +156,7 @@ class Server:
             PeerMismatch("protocol", str(PROTOCOL), str(hello.protocol))
             if hello.protocol != PROTOCOL
             else first_difference(
-                welcome.fingerprint, hello.fingerprint, partial=hello.role == "gateway"
+                welcome.fingerprint, hello.fingerprint, partial=hello.role in PARTIAL_ROLES
             )
         )
         if difference is not None:

@@ -20,6 +20,8 @@ HEARTBEAT_TIMEOUT_MS = 4000
 MAX_FRAME_BYTES = 256 << 20
 MAX_SHOWN = 200
 """Characters of a differing value that are repeated to the peer and to the log."""
+PARTIAL_ROLES = ("gateway", "admin")
+"""Clients that compute nothing: they know some of a fingerprint, or none of it."""
 HIGH_WATER = 100_000
 """Messages. Credits keep every queue far below it; reaching it means that the peer is stuck."""
 

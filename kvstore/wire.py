@@ -13,6 +13,9 @@ knows neither sockets nor what a message makes somebody do.
                       DebugReply
     D → P             Hello  Offer  Credit  AbortTransfer  Probe
     P → D             Welcome  Accepted  Declined  Blocks  Complete  TransferAborted  Progress
+    node → store      Hello  Attach  Mapped  GiveBack  Commit  Release  Locate  Fetch  Taken
+                      CancelFetch  Damaged  CacheRequest
+    store → node      Welcome  Attached  Granted  Located  Leased  Delivered  FetchEnded  CacheReply
     anyone            Ping  Pong  HelloRequired  Refused  StepNotice
 
 The header frame ends with the xxh3-64 of its other bytes: a header that was damaged on its way is
@@ -58,6 +61,8 @@ LogProb = Annotated[float, Meta(ge=-1e9, le=1.0)]
 Text = Annotated[str, Meta(max_length=4096)]
 Name = Annotated[str, Meta(max_length=100, pattern=r"^[a-z][a-z0-9_]*\Z")]
 """Of a role, a counter or a fingerprint's field: harmless in a log line and as a metric's name."""
+Slots = Annotated[tuple[Count, ...], Meta(max_length=1 << 20)]
+Sums = Annotated[tuple[Sum, ...], Meta(max_length=1 << 20)]
 Finish = Annotated[str, Meta(max_length=32, pattern=r"^(stop|length|stop:[0-9]{1,10})?\Z")]
 Raw = Annotated[bytes, Meta(max_length=MAX_HEADER_BYTES)]
 Key = Annotated[bytes, Meta(min_length=KEY_BYTES, max_length=KEY_BYTES)]
@@ -378,7 +383,7 @@ class Blocks(Message, frozen=True, array_like=True, tag=33):
     transfer: Count
     epoch: Count
     first: Count
-    checksums: Annotated[tuple[Sum, ...], Meta(max_length=1 << 20)]
+    checksums: Sums
     """xxh3-64 of each payload frame."""
 
 
@@ -438,6 +443,156 @@ class Progress(Message, frozen=True, array_like=True, tag=39):
     """The next block to ship."""
 
 
+# -- the store ----------------------------------------------------------------------------------
+
+
+class Attach(Message, frozen=True, array_like=True, tag=50):
+    """A node wants to put and load blocks of this size."""
+
+    block_bytes: Annotated[int, Meta(ge=1, le=1 << 31)]
+    shared: bool
+    """Whether it would map the arena."""
+
+
+class Attached(Message, frozen=True, array_like=True, tag=51):
+    """Where the arena is. The node maps it and locks its lane, and says so with `Mapped`."""
+
+    path: Text
+    """Empty: there is none to map, blocks travel inline."""
+    lane: Count
+    slot_bytes: Count
+    num_slots: Count
+    lease_s: Seconds
+    """How long a handed-out block stays in its slot. A reader counts from when it asked."""
+
+
+class Mapped(Message, frozen=True, array_like=True, tag=52):
+    """False: the node cannot map the arena, and everything travels inline."""
+
+    shared: bool
+
+
+class Granted(Message, frozen=True, array_like=True, tag=53):
+    """Slots that this node alone may write until it commits them or gives them back."""
+
+    slots: Slots
+
+
+class GiveBack(Message, frozen=True, array_like=True, tag=54):
+    slots: Slots
+
+
+class Commit(Message, frozen=True, array_like=True, tag=55):
+    """Consecutive blocks of one chain are in these granted slots, or in the frames behind."""
+
+    tenant: Key
+    parent: Key
+    """Key of the block before the first one, or the root."""
+    depth: Count
+    """How many blocks come before the first one."""
+    keys: Raw
+    slots: Slots
+    checksums: Sums
+    """xxh3-64 of each block."""
+    hold: bool
+    """Keep the slots as they are until `Release`: another node will read them."""
+    inline: bool
+
+
+class Release(Message, frozen=True, array_like=True, tag=56):
+    """What was committed with `hold` has been read, or will not be."""
+
+    slots: Slots
+
+
+class Locate(Message, frozen=True, array_like=True, tag=57):
+    number: Count
+    keys: Raw
+
+
+class Located(Message, frozen=True, array_like=True, tag=58):
+    """One byte a block for the longest prefix that is there: `h` in memory, `d` on disk."""
+
+    number: Count
+    tiers: Raw
+
+
+class Fetch(Message, frozen=True, array_like=True, tag=59):
+    """A request wants this chain, and the bytes of its blocks from `first` on."""
+
+    number: Count
+    keys: Raw
+    """From the first block of the chain."""
+    first: Count
+    deadline_s: Seconds
+    """Seconds from arrival; what is not there then is not sent."""
+    window: Annotated[int, Meta(ge=1, le=1 << 31)]
+    """How many blocks may be handed out and not taken."""
+
+
+class Leased(Message, frozen=True, array_like=True, tag=60):
+    """Blocks from `first` on lie in these slots."""
+
+    number: Count
+    first: Count
+    slots: Slots
+    checksums: Sums
+    tiers: Raw
+    """One byte a block, as in `Located`: where it came from."""
+
+
+class Delivered(Message, frozen=True, array_like=True, tag=61):
+    """Blocks from `first` on, in the frames behind."""
+
+    number: Count
+    first: Count
+    checksums: Sums
+    tiers: Raw
+
+
+class Taken(Message, frozen=True, array_like=True, tag=62):
+    """The node has copied this many more blocks of a fetch."""
+
+    number: Count
+    count: Count
+
+
+class FetchEnded(Message, frozen=True, array_like=True, tag=63):
+    """Nothing more comes: `complete`, `short` (no more is there), `deadline`, `refused`."""
+
+    number: Count
+    reason: Text
+
+
+class CancelFetch(Message, frozen=True, array_like=True, tag=64):
+    number: Count
+
+
+class Damaged(Message, frozen=True, array_like=True, tag=65):
+    """A copy made under a lease was not what its checksum says."""
+
+    key: Key
+
+
+class CacheRequest(Message, frozen=True, array_like=True, tag=66):
+    """Care of the cache: `stats`, `inspect`, `clear`, `pin`, `unpin`, `prefetch`."""
+
+    number: Count
+    action: Text
+    tenant: Raw = b""
+    """Of `clear`; empty: all tenants."""
+    keys: Raw = b""
+    """A chain, for `inspect`, `pin`, `unpin` and `prefetch`."""
+    seconds: Seconds = 0.0
+    """How long a pin lasts, or a prefetch may take."""
+
+
+class CacheReply(Message, frozen=True, array_like=True, tag=67):
+    number: Count
+    body: Raw
+    """JSON; `{"error": …}` when it was refused."""
+
+
 AnyMessage = (
     Hello | Welcome | HelloRequired | Refused | Ping | Pong
     | Generate | Stop | Abort | Inquire | StepOutput | Done | Rejected | Running
@@ -445,6 +600,9 @@ AnyMessage = (
     | DebugRequest | DebugReply
     | Offer | Accepted | Declined | Blocks | Credit | Complete | AbortTransfer | TransferAborted
     | Probe | Progress
+    | Attach | Attached | Mapped | Granted | GiveBack | Commit | Release | Locate | Located
+    | Fetch | Leased | Delivered | Taken | FetchEnded | CancelFetch | Damaged
+    | CacheRequest | CacheReply
 )  # fmt: skip
 
 
@@ -488,10 +646,20 @@ def decode(frame: bytes | memoryview, payload_sizes: tuple[int, ...]) -> Envelop
         envelope = _decoder.decode(view[:-_SUM_BYTES])
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise MalformedFrame(f"not a message: {str(error)[:200]}") from error
-    announced = len(envelope.body.checksums) if isinstance(envelope.body, Blocks) else 0
+    announced = _payloads(envelope.body)
     if announced != len(payload_sizes):
         raise MalformedFrame(
             f"{type(envelope.body).__name__} announces {announced} payloads, "
             f"{len(payload_sizes)} came"
         )
     return envelope
+
+
+def _payloads(message: AnyMessage) -> int:
+    """How many raw frames follow the header."""
+    match message:
+        case Blocks(checksums=checksums) | Delivered(checksums=checksums):
+            return len(checksums)
+        case Commit(checksums=checksums, inline=True):
+            return len(checksums)
+    return 0

@@ -50,11 +50,30 @@ EXAMPLES: list[wire.AnyMessage] = [
     wire.CacheReset(1, 5, 2),
     wire.Probe(1, 1),
     wire.Progress(1, 1, True, 4),
+    wire.Attach(4096, True),
+    wire.Attached("/dev/shm/a", 3, 4096, 100, 10.0),
+    wire.Mapped(True),
+    wire.Granted((1, 2)),
+    wire.GiveBack((1, 2)),
+    wire.Commit(b"t" * 16, b"p" * 16, 3, b"k" * 16, (1,), (2**64 - 1,), False, True),
+    wire.Release((1,)),
+    wire.Locate(1, b"k" * 16),
+    wire.Located(1, b"hd"),
+    wire.Fetch(1, b"k" * 32, 1, 0.5, 8),
+    wire.Leased(1, 0, (4,), (2**64 - 1,), b"h"),
+    wire.Delivered(1, 0, (2**64 - 1,), b"d"),
+    wire.Taken(1, 3),
+    wire.FetchEnded(1, "short"),
+    wire.CancelFetch(1),
+    wire.Damaged(b"k" * 16),
+    wire.CacheRequest(1, "pin", b"", b"k" * 16, 60.0),
+    wire.CacheReply(1, b"{}"),
 ]
 
 
 def sizes(message: wire.AnyMessage) -> tuple[int, ...]:
-    return (8,) if isinstance(message, wire.Blocks) else ()
+    inline = isinstance(message, wire.Blocks | wire.Delivered | wire.Commit)
+    return (8,) if inline else ()
 
 
 def test_there_is_an_example_of_every_message() -> None:

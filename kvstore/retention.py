@@ -1,0 +1,231 @@
+"""Which block a full tier gives up: the order of eviction in host memory.
+
+Owns recency, uses and the shape of the chains; it is pure and knows neither slots nor files.
+
+    leaves first    a block with a resident child stays: a match walks from the root, so a block
+                    whose parent is gone could never be found
+    least recent    among leaves the one with the lowest score goes
+    second touch    score = last touch + credit for each use after the first, so that a scan of
+                    prompts that are never asked for again does not push out what is shared
+
+The clock counts touched blocks. Uses of evicted blocks are remembered for as many blocks as the
+tier holds (the ghosts of 2Q, Johnson and Shasha 1994, and of ARC, Megiddo and Modha 2003); the
+newest blocks are spared, so that a block written while everything is hot can still be read.
+
+Whether credit helps depends on the traffic: near the size at which everything fits it only keeps
+what is dead. So two imaginary tiers of the same size run beside the real one, keys only, a plain
+LRU and a credited one, and the real one gives credit while the second is ahead (set duelling,
+Qureshi et al. 2007).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+CREDITED_USES = 3
+"""Each is worth as many touched blocks as the tier holds."""
+SPARED_SHARE = 0.02
+"""The newest blocks of a tier that go last, as a part of it."""
+LEAD_SHARE = 0.03
+"""How far ahead, in blocks hit as a part of the tier, the credited tier must be."""
+
+
+@dataclass(slots=True)
+class _Entry:
+    parent: bytes
+    touched: int
+    uses: int
+
+
+class ChainOrder:
+    """Blocks of at most `capacity`, in the order in which they go."""
+
+    def __init__(self, capacity: int, *, credited: bool) -> None:
+        self.capacity = capacity
+        self._credit = capacity if credited else 0
+        self._spared = int(capacity * SPARED_SHARE)
+        self._entries: dict[bytes, _Entry] = {}
+        self._children: dict[bytes, int] = {}
+        self._ghosts: OrderedDict[bytes, int] = OrderedDict()
+        self._newest: OrderedDict[bytes, None] = OrderedDict()
+        self._heap: list[tuple[int, int, bytes]] = []
+        self._queued: set[bytes] = set()
+        self._clock = 0
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def keys(self) -> Iterable[bytes]:
+        return self._entries.keys()
+
+    def uses(self, key: bytes) -> int:
+        """How often a block was put or asked for, as far as is remembered; 0: never seen."""
+        entry = self._entries.get(key)
+        return entry.uses if entry is not None else self._ghosts.get(key, 0)
+
+    def prefix(self, keys: Sequence[bytes]) -> int:
+        """How many leading keys are resident."""
+        for count, key in enumerate(keys):
+            if key not in self._entries:
+                return count
+        return len(keys)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        """A request asks for this chain, from its root: a use of every resident block of it."""
+        for key in reversed(keys):
+            self._clock += 1
+            entry = self._entries.get(key)
+            if entry is not None:
+                entry.touched = self._clock
+                entry.uses += 1
+
+    def add(self, key: bytes, parent: bytes) -> None:
+        """A block has become resident."""
+        assert key not in self._entries, "a block is resident twice"
+        self._clock += 1
+        self._entries[key] = _Entry(parent, self._clock, self._ghosts.pop(key, 0) + 1)
+        self._children[parent] = self._children.get(parent, 0) + 1
+        self._newest[key] = None
+        if len(self._newest) > self._spared:
+            self._queue(self._newest.popitem(last=False)[0])
+
+    def remove(self, key: bytes) -> None:
+        """A block is no longer resident, and not because of its age: it is not remembered."""
+        self._drop(key)
+
+    def evict(self, may_go: Callable[[bytes], bool]) -> bytes | None:
+        """Gives up the first block in the order that `may_go`; None if none may."""
+        victim = self._first_queued(may_go)
+        if victim is None:
+            candidates = (key for key in self._newest if key not in self._children)
+            victim = next(filter(may_go, candidates), None)
+        if victim is not None:
+            self._ghosts[victim] = self._drop(victim).uses
+            if len(self._ghosts) > self.capacity:
+                self._ghosts.popitem(last=False)
+        return victim
+
+    def _first_queued(self, may_go: Callable[[bytes], bool]) -> bytes | None:
+        skipped: list[bytes] = []
+        victim = None
+        while self._heap and victim is None:
+            _, touched, key = heapq.heappop(self._heap)
+            self._queued.discard(key)
+            entry = self._entries.get(key)
+            if entry is None or key in self._children or key in self._newest:
+                continue
+            if touched != entry.touched:
+                self._queue(key)
+            elif may_go(key):
+                victim = key
+            else:
+                skipped.append(key)
+        for key in skipped:
+            self._queue(key)
+        return victim
+
+    def _drop(self, key: bytes) -> _Entry:
+        entry = self._entries.pop(key)
+        self._newest.pop(key, None)
+        left = self._children[entry.parent] - 1
+        if left:
+            self._children[entry.parent] = left
+            return entry
+        del self._children[entry.parent]
+        above = self._entries.get(entry.parent)
+        if above is not None:
+            # Whoever touched the child walked through the parent.
+            above.touched = max(above.touched, entry.touched)
+            self._queue(entry.parent)
+        return entry
+
+    def _queue(self, key: bytes) -> None:
+        if key in self._queued or key in self._children or key in self._newest:
+            return
+        entry = self._entries[key]
+        score = entry.touched + self._credit * min(entry.uses - 1, CREDITED_USES)
+        self._queued.add(key)
+        heapq.heappush(self._heap, (score, entry.touched, key))
+
+    def give_credit(self, credited: bool) -> None:
+        """Changes whether uses count, for all blocks at once."""
+        self._credit = self.capacity if credited else 0
+        self._heap, self._queued = [], set()
+        for key in self._entries:
+            self._queue(key)
+
+    def check(self) -> None:
+        """Proves that children are counted right and that no block is out of reach of eviction."""
+        counted: dict[bytes, int] = {}
+        for entry in self._entries.values():
+            counted[entry.parent] = counted.get(entry.parent, 0) + 1
+        assert counted == self._children, "children are counted wrong"
+        leaves = self._entries.keys() - self._children.keys() - self._newest.keys()
+        assert leaves <= self._queued, "a leaf could never be evicted"
+        assert self._newest.keys() <= self._entries.keys(), "a block is new and not there"
+        assert not self._ghosts.keys() & self._entries.keys(), "a resident block is a ghost"
+
+
+class Retention(ChainOrder):
+    """The order of a real tier: credited only while that has proven better than plain LRU."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity, credited=False)
+        self.lead = 0
+        """Prefix hits of the imaginary credited tier less those of the plain one, within bounds."""
+        self.credited = False
+        self._trial = ChainOrder(capacity, credited=True)
+        self._plain: OrderedDict[bytes, None] = OrderedDict()
+        self._margin = max(1, int(capacity * LEAD_SHARE))
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        self._duel(keys)
+        super().touch(keys)
+
+    def _duel(self, keys: Sequence[bytes]) -> None:
+        lead = self.lead + self._trial.prefix(keys) - self._plain_prefix(keys)
+        self.lead = max(-self._margin, min(2 * self._margin, lead))
+        if self.credited != (self.lead > (0 if self.credited else self._margin)):
+            self.credited = not self.credited
+            self.give_credit(self.credited)
+        self._trial.touch(keys)
+        parent = b""
+        for key in keys:
+            self._try(key, parent)
+            parent = key
+        for key in reversed(keys):
+            self._plain_touch(key)
+
+    def _plain_prefix(self, keys: Sequence[bytes]) -> int:
+        for count, key in enumerate(keys):
+            if key not in self._plain:
+                return count
+        return len(keys)
+
+    def _plain_touch(self, key: bytes) -> None:
+        self._plain[key] = None
+        self._plain.move_to_end(key)
+        if len(self._plain) > self.capacity:
+            self._plain.popitem(last=False)
+
+    def _try(self, key: bytes, parent: bytes) -> None:
+        if key not in self._trial:
+            if len(self._trial) >= self.capacity:
+                self._trial.evict(_always)
+            self._trial.add(key, parent)
+
+    def add(self, key: bytes, parent: bytes) -> None:
+        super().add(key, parent)
+        self._try(key, parent)
+        if key not in self._plain:
+            self._plain_touch(key)
+
+
+def _always(key: bytes) -> bool:
+    return True

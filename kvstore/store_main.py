@@ -1,0 +1,52 @@
+"""`kvferry store`: from the command line to a running store."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from contextlib import closing
+
+import zmq
+
+from kvferry.kvstore.boot import bind
+from kvferry.kvstore.curve import guarded, load_keys
+from kvferry.kvstore.debug import DebugSwitches
+from kvferry.kvstore.errors import ConfigError
+from kvferry.kvstore.logs import set_up_logging
+from kvferry.kvstore.process import StatusPipe, StopSignal, apply_cores
+from kvferry.kvstore.settings import parse
+from kvferry.kvstore.store_config import StoreConfig
+from kvferry.kvstore.store_node import StoreNode
+from kvferry.kvstore.store_space import StoreSizes
+
+
+def run(argv: Sequence[str]) -> int:
+    """Serves until a signal ends it; the exit status."""
+    config = parse(
+        StoreConfig,
+        argv,
+        os.environ,
+        prog="kvferry store",
+        description="Keeps the KV blocks of all nodes of this host, in shared memory and on disk.",
+    )
+    if config.store_ram == 0:
+        raise ConfigError("--store-ram 0 turns the store off: there is nothing to start")
+    set_up_logging("store", config.log_level)
+    apply_cores(config.cores, None, config.nice, spin=False)
+    status = StatusPipe(config.status_fd)
+    curve = load_keys(config.curve_keys) if config.curve_keys else None
+    sizes = StoreSizes(
+        config.store_ram, config.store_disk, config.store_dir.absolute(), config.arena_dir
+    )
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    try:
+        with guarded(context, curve), StopSignal() as stop:
+            server = bind(context, config.listen, curve)
+            status.report(address=server.address)
+            debug = DebugSwitches(config.enable_debug, config.enable_test_hooks)
+            with closing(StoreNode(server, sizes, debug=debug)) as node:
+                status.report(ready=True)
+                node.run(stop.fileno(), lambda: stop.requested)
+    finally:
+        context.destroy(0)
+    return 0
