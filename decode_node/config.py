@@ -32,11 +32,18 @@ class DecodeConfig:
     shutdown_timeout: float = flag(
         30.0, "seconds that running work gets at the end", minimum=0, metavar="S"
     )
+    store: str | None = flag(None, "address of this host's store", metavar="ADDRESS")
+    transfer: Literal["auto", "arena", "inline"] = flag(
+        "auto", "how blocks reach the store and other nodes of this host: by shared memory or not"
+    )
     curve_keys: Path | None = flag(
         None, "folder of `kvferry keys`: encrypt, and let nobody else connect", metavar="DIR"
     )
     cache_dir: Path = flag_from_environ(default_cache_dir, "where converted models are kept")
     status_fd: int | None = flag(None, "pipe to report to", hidden=True)
+    load_patience: float = flag(
+        0.25, "seconds that a load from the store gets at least", minimum=0, hidden=True
+    )
     enable_debug: bool = flag(False, "let gateways ask for the ledger", hidden=True)
     enable_test_hooks: bool = flag(False, "accept forced ids and injected faults", hidden=True)
     name: str | None = flag(None, "what its log lines call it [decode]")

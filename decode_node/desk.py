@@ -7,9 +7,8 @@ the scheduler's business, and how a token comes about the stepper's.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from kvferry.decode_node.receiver import Receiver
 from kvferry.decode_node.refusals import refusal
 from kvferry.decode_node.request import Request, Sequence, open_request, open_sequences
 from kvferry.decode_node.scheduler import DecodeScheduler
@@ -42,7 +41,7 @@ class Desk:
         self,
         server: Server,
         scheduler: DecodeScheduler,
-        receiver: Receiver,
+        cancel: Callable[[Sequence], None],
         spec: EngineSpec,
         *,
         max_queued: int,
@@ -52,7 +51,7 @@ class Desk:
         self.draining = False
         self._server = server
         self._scheduler = scheduler
-        self._receiver = receiver
+        self._cancel = cancel
         self._spec = spec
         self._max_queued = max_queued
         self._forced_ids = forced_ids
@@ -164,7 +163,7 @@ class Desk:
     # -- ending ---------------------------------------------------------------------------------
 
     def _end_sequence(self, sequence: Sequence) -> None:
-        self._receiver.cancel(sequence)
+        self._cancel(sequence)
         self._scheduler.end(sequence)
 
     def _end_choice(self, request: Request, choice: int) -> None:

@@ -30,7 +30,9 @@ from kvferry.kvstore.blocks import BlockPool
 from kvferry.kvstore.debug import DebugDesk, DebugSwitches
 from kvferry.kvstore.keys import matchable_blocks
 from kvferry.kvstore.link import Client
+from kvferry.kvstore.loader import LEAST_PATIENCE_S, Loaded, Loader
 from kvferry.kvstore.router import FromPeer, Server
+from kvferry.kvstore.store_client import StoreClient
 from kvferry.kvstore.watch import StallWatch
 from kvferry.kvstore.wire import (
     Abort,
@@ -54,6 +56,11 @@ IDLE_INTAKE_SECONDS = 0.05
 
 IDLE_POLL_MS = 200
 
+PREFILL_TOKENS = 64
+"""A step of at least so many tokens says how fast prompts are computed."""
+
+AWAITING = (Phase.LOADING, Phase.RECEIVING)
+
 FLUSH_SECONDS = 2.0
 """How long a node that has nothing more to do waits for its peers to read what it sent."""
 
@@ -67,6 +74,8 @@ class DecodeLimits:
     reuse: bool
     forced_ids: bool
     """Whether requests may say which ids to emit (a test hook)."""
+    load_patience_s: float = LEAST_PATIENCE_S
+    """The least that a load from the store gets."""
 
 
 class DecodeNode:
@@ -80,6 +89,7 @@ class DecodeNode:
         limits: DecodeLimits,
         clock: Callable[[], float] = time.monotonic,
         debug: DebugSwitches | None = None,
+        store: StoreClient | None = None,
     ) -> None:
         spec = engine.spec
         self.debug = DebugDesk(
@@ -87,7 +97,7 @@ class DecodeNode:
             debug or DebugSwitches(),
             ledger=lambda: self.ledger(),
             check=lambda: self.check(),
-            clients=lambda: self.receiver.links.all(),
+            clients=lambda: self.receiver.links.all() + self.loader.links,
         )
         self.pool = BlockPool(spec.num_blocks)
         self.scheduler = DecodeScheduler(
@@ -105,20 +115,31 @@ class DecodeNode:
             handed_back=self._choose_prefill,
             said=server.said,
         )
+        self.loader: Loader[Sequence] = Loader(
+            store,
+            engine,
+            self.pool,
+            landed=self._block_loaded,
+            ended=self._load_ended,
+            clock=clock,
+            least_patience_s=limits.load_patience_s,
+        )
         self.desk = Desk(
             server,
             self.scheduler,
-            self.receiver,
+            self._cancel,
             spec,
             max_queued=limits.max_queued,
             forced_ids=limits.forced_ids,
         )
         self._block_size = spec.block_size
+        self._reuse = limits.reuse
         self._server = server
         self._clock = clock
         self._local_prefill = limits.local_prefill
         self._stepper = Stepper(engine, self.scheduler, clock)
         self._step_clock = StepClock()
+        self._prefill_clock = StepClock()
         self._announcer = Announcer(server, self.pool, self._state)
         self._watch = StallWatch("decode")
         self._releases_seen = -1
@@ -149,7 +170,7 @@ class DecodeNode:
             return
         poller = zmq.Poller()
         poller.register(self._server.socket, zmq.POLLIN)
-        for socket in self.receiver.sockets():
+        for socket in (*self.receiver.sockets(), *self.loader.sockets):
             poller.register(socket, zmq.POLLIN)
         if not self.desk.draining:
             poller.register(stop_fd, zmq.POLLIN)
@@ -157,7 +178,7 @@ class DecodeNode:
 
     @property
     def _runnable(self) -> bool:
-        return any(one.phase is not Phase.RECEIVING for one in self.scheduler.running)
+        return any(one.phase not in AWAITING for one in self.scheduler.running)
 
     @property
     def _room_appeared(self) -> bool:
@@ -167,7 +188,9 @@ class DecodeNode:
         """One round of the loop."""
         for received in self._server.receive():
             self._handle(received)
-        self.receiver.receive(INTAKE_SECONDS if self._runnable else IDLE_INTAKE_SECONDS)
+        intake = INTAKE_SECONDS if self._runnable else IDLE_INTAKE_SECONDS
+        self.receiver.receive(intake)
+        self.loader.turn(intake)
         self._tick(self._clock())
         if "queue" not in self.debug.hold:
             self._admit()
@@ -180,7 +203,7 @@ class DecodeNode:
             self.debug.preempt -= 1
             youngest = max(self.scheduler.running, key=lambda running: running.request.order)
             self.scheduler.preempt(youngest)
-            self.receiver.cancel(youngest)
+            self._cancel(youngest)
             self.desk.counters["preemptions"] += 1
 
     def _handle(self, received: FromPeer) -> None:
@@ -228,7 +251,34 @@ class DecodeNode:
             if not timeline.admitted:
                 timeline.admitted = now
                 timeline.lookup_s = min((now - before) / len(admitted), now - timeline.arrived)
+            self._load(sequence)
+
+    def _load(self, sequence: Sequence) -> None:
+        """What the store has is loaded first, as long as that is quicker than computing it."""
+        last = matchable_blocks(len(sequence.tokens), self._block_size) if self._reuse else 0
+        first = sequence.computed // self._block_size
+        compute_s = self._prefill_clock.predict((last - first) * self._block_size)
+        keys, blocks = sequence.keys[:last], sequence.blocks
+        if self.loader.begin(sequence, keys, first, blocks, compute_s):
+            sequence.phase = Phase.LOADING
+        else:
             self._choose_prefill(sequence)
+
+    def _block_loaded(self, sequence: Sequence, index: int) -> None:
+        self.pool.commit(sequence.blocks[index], sequence.keys[index])
+
+    def _load_ended(self, sequence: Sequence, loaded: Loaded) -> None:
+        sequence.computed = loaded.reached * self._block_size
+        sequence.phase = Phase.PREFILLING
+        sequence.sources.loaded(loaded.first, loaded.reached, loaded.disk)
+        if not sequence.request.timeline.first_token:
+            sequence.request.timeline.load_s += loaded.seconds
+        self._choose_prefill(sequence)
+
+    def _cancel(self, sequence: Sequence) -> None:
+        """Nothing more shall come for it: its blocks are reused at once."""
+        self.receiver.cancel(sequence)
+        self.loader.cancel(sequence)
 
     def _choose_prefill(self, sequence: Sequence) -> None:
         """A long suffix goes to a prefill node, if one can be asked; the rest is computed here."""
@@ -244,23 +294,30 @@ class DecodeNode:
         now = self._clock()
         plan = self.scheduler.plan(now)
         for sequence in plan.preempted:
-            self.receiver.cancel(sequence)
+            self._cancel(sequence)
             self.desk.counters["preemptions"] += 1
         if not plan.slices:
             return
         tokens = sum(one.end - one.start for one in plan.slices)
         self._announcer.step_notice(self._step_clock.predict(tokens))
         produced = self._stepper.run(plan, lambda: None)
-        self._step_clock.observe(tokens, self._clock() - now)
+        took = self._clock() - now
+        self._step_clock.observe(tokens, took)
+        if tokens >= PREFILL_TOKENS:
+            self._prefill_clock.observe(tokens, took)
         self.desk.counters["steps"] += 1
         self.desk.counters["computed_tokens"] += tokens
         self.desk.publish(produced)
+        if self._reuse:
+            for one in produced.filled:
+                tenant = one.request.message.tenant
+                self.loader.offer(tenant, one.parent, one.first, one.keys, one.blocks)
 
     # -- state ----------------------------------------------------------------------------------
 
     def _observe(self, now: float) -> None:
         waiting, running = self.scheduler.waiting, self.scheduler.running
-        receiving = [one for one in running if one.phase is Phase.RECEIVING]
+        receiving = [one for one in running if one.phase in AWAITING]
         head = self.scheduler.blocks_needed(waiting[0]) if waiting else 0
         counters = self.desk.counters
         self._watch.observe(
@@ -271,6 +328,7 @@ class DecodeNode:
                 self.receiver.inbox.num_landed,
                 len(running),
                 self.receiver.heard,
+                self.loader.num_landed,
             ),
             reason=f"{len(receiving)} sequences wait for blocks, {len(waiting)} for admission; "
             f"the first needs {head} of {self.pool.num_available} free blocks",
@@ -288,6 +346,7 @@ class DecodeNode:
                 "blocks_dropped": inbox.counters.dropped,
                 "blocks_duplicated": inbox.counters.duplicates,
                 "blocks_damaged": inbox.counters.damaged,
+                **self.loader.counters,
                 "transfer_retries": self.receiver.retries,
                 "prefill_stalls": self.receiver.links.stalls,
                 "stalls": self._watch.stalls,
@@ -306,13 +365,15 @@ class DecodeNode:
             "requests": len(self.desk),
             "sequences": Counter(one.phase.value for one in running + self.scheduler.waiting),
             "transfers": Counter(one.state.value for one in self.receiver.inbox.all()),
+            "loads": self.loader.num_loading,
             "in_flight_bytes": self.receiver.in_flight_bytes,
             "queued": len(self.scheduler.waiting),
         }
 
     def close(self) -> None:
-        """Closes the links to prefill nodes."""
+        """Closes the links to prefill nodes and to the store."""
         self.receiver.close()
+        self.loader.close()
 
     def check(self) -> None:
         """Proves the invariants of everything this node owns."""

@@ -11,6 +11,7 @@ from kvferry.kvstore.boot import boot
 from kvferry.kvstore.debug import DebugSwitches
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.settings import parse
+from kvferry.kvstore.store_client import await_store, store_client
 
 
 def run(argv: Sequence[str]) -> int:
@@ -39,7 +40,10 @@ def run(argv: Sequence[str]) -> int:
             )
         except ModelError as error:
             raise ConfigError(str(error)) from error
-        connect = booted.open(engine.spec, config.max_num_seqs)
+        connect = booted.connector(engine.spec)
+        store = store_client(config.store, connect, engine.spec.block_bytes, config.transfer)
+        await_store(store, config.store)
+        booted.open(engine.spec, config.max_num_seqs)
         limits = DecodeLimits(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -47,9 +51,10 @@ def run(argv: Sequence[str]) -> int:
             local_prefill=config.local_prefill,
             reuse=config.enable_prefix_caching,
             forced_ids=config.enable_test_hooks,
+            load_patience_s=config.load_patience,
         )
         debug = DebugSwitches(config.enable_debug, config.enable_test_hooks)
-        node = DecodeNode(engine, booted.server, connect, limits, debug=debug)
+        node = DecodeNode(engine, booted.server, connect, limits, debug=debug, store=store)
         try:
             gc.freeze()  # what was loaded stays: no collection in the middle of a step walks it
             node.run(booted.stop.fileno(), lambda: booted.stop.requested, config.shutdown_timeout)

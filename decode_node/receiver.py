@@ -110,6 +110,8 @@ class Receiver:
             transfer.last,
             self.inbox.first_credit(transfer),
             sequence.request.message.priority,
+            sequence.request.message.root,
+            sequence.request.message.tenant,
         )
         if link.send(offer):
             transfer.offered = True

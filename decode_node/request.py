@@ -19,15 +19,17 @@ from kvferry.kvstore.wire import Generate, PromptSources, Stages
 class Phase(Enum):
     """The life of a sequence.
 
-    WAITING ─► RECEIVING ─► PREFILLING ─► DECODING ─► ENDED
-       │  └────────────────────►┘             │
-       └◄──────────── preempted ──────────────┘
+    WAITING ─► LOADING ─► RECEIVING ─► PREFILLING ─► DECODING ─► ENDED
+       │  └───────┴───────────┴────────────►┘             │
+       └◄──────────────────── preempted ──────────────────┘
 
-    WAITING holds nothing. RECEIVING waits for shipped blocks. PREFILLING computes what is left of
-    its tokens here, at least the last one, whose logits choose the next. ENDED holds nothing.
+    WAITING holds nothing. LOADING waits for blocks of the store, RECEIVING for shipped ones.
+    PREFILLING computes what is left of its tokens here, at least the last one, whose logits choose
+    the next. ENDED holds nothing.
     """
 
     WAITING = "waiting"
+    LOADING = "loading"
     RECEIVING = "receiving"
     PREFILLING = "prefilling"
     DECODING = "decoding"
@@ -41,6 +43,8 @@ class Timeline:
     arrived: float
     admitted: float = 0.0
     lookup_s: float = 0.0
+    load_s: float = 0.0
+    """What went by while blocks came from the store."""
     shipped_from: float = 0.0
     """When the prefill node's last chunk ended, on our clock; 0 without one."""
     first_step: float = 0.0
@@ -53,10 +57,12 @@ class Timeline:
             return Stages()
         between = max(0.0, self.first_step - self.admitted)
         transfer = min(self.handoff_s, between)
+        load = min(self.load_s, between - transfer)
         return Stages(
             queue=1e3 * max(0.0, self.admitted - self.arrived - self.lookup_s),
             lookup=1e3 * self.lookup_s,
-            prefill=1e3 * (between - transfer),
+            load=1e3 * load,
+            prefill=1e3 * (between - transfer - load),
             transfer=1e3 * transfer,
             first_step=1e3 * (self.first_token - self.first_step),
         )
@@ -160,6 +166,8 @@ class BlockSources:
     """
 
     device: int = 0
+    host: int = 0
+    disk: int = 0
     prefill: int = 0
     counted: int = 0
     """Blocks attributed so far."""
@@ -171,6 +179,13 @@ class BlockSources:
         """At admission the pool had this many leading blocks."""
         if self.hits_to is None and not self.counted:
             self.device = self.counted = reached
+
+    def loaded(self, first: int, reached: int, disk: int) -> None:
+        """Blocks `[first, reached)` came from the store, so many of them from its disk."""
+        fresh = max(0, reached - max(first, self.counted))
+        self.disk += min(disk, fresh)
+        self.host += fresh - min(disk, fresh)
+        self.counted = max(self.counted, reached)
 
     def shipped(self, first: int, reached: int, reused: int) -> None:
         """Blocks `[first, reached)` arrived; the prefill node had those before `reused` already."""
@@ -224,9 +239,15 @@ def prompt_sources(sequence: Sequence, block_size: int) -> PromptSources:
     """Where the prompt came from, when its first token is known; whatever nobody shipped or had
     was computed here. A resumed sequence may have got more than the prompt: the rest is cut."""
     length = len(sequence.request.prompt)
-    device = min(sequence.sources.device * block_size, length - 1)
-    prefill = min(sequence.sources.prefill * block_size, length - device)
-    return PromptSources(device=device, prefill=prefill, decode=length - device - prefill)
+    found = sequence.sources
+    device = min(found.device * block_size, length - 1)
+    host = min(found.host * block_size, length - 1 - device)
+    disk = min(found.disk * block_size, length - 1 - device - host)
+    cached = device + host + disk
+    prefill = min(found.prefill * block_size, length - cached)
+    return PromptSources(
+        device=device, host=host, disk=disk, prefill=prefill, decode=length - cached - prefill
+    )
 
 
 def open_sequences(request: Request, block_size: int) -> list[Sequence]:

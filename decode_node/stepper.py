@@ -16,6 +16,18 @@ from kvferry.kernels.sampling import Sampled, sample
 from kvferry.kvstore.wire import Token
 
 
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """Consecutive blocks of a sequence that are whole now."""
+
+    request: Request
+    first: int
+    parent: bytes
+    """Key of the block before the first one, or the root."""
+    keys: list[bytes]
+    blocks: list[int]
+
+
 @dataclass(slots=True)
 class Produced:
     """What one step made."""
@@ -24,6 +36,7 @@ class Produced:
     ended: list[Sequence] = field(default_factory=list)
     failed: list[tuple[Request, str]] = field(default_factory=list)
     """Requests whose logits were not numbers, with what is to be said of it."""
+    filled: list[Filled] = field(default_factory=list)
 
 
 class Stepper:
@@ -32,6 +45,7 @@ class Stepper:
     ) -> None:
         self._clock = clock
         self._engine = engine
+        self._block_size = engine.spec.block_size
         self._scheduler = scheduler
 
     def run(self, plan: Plan, between_layers: Callable[[], None]) -> Produced:
@@ -56,7 +70,9 @@ class Stepper:
         row = 0
         for one in plan.slices:
             chooses = one.is_last
+            first = one.sequence.computed // self._block_size
             self._scheduler.advance(one.sequence, one.end)
+            self._note_filled(one.sequence, first, one.end // self._block_size, produced)
             if chooses:
                 try:
                     self._choose(one.sequence, logits[row], produced)
@@ -64,6 +80,12 @@ class Stepper:
                     produced.failed.append((one.sequence.request, str(error)))
                 row += 1
         return produced
+
+    def _note_filled(self, sequence: Sequence, first: int, end: int, produced: Produced) -> None:
+        if end > first:
+            parent = sequence.keys[first - 1] if first else sequence.request.message.root
+            keys, blocks = sequence.keys[first:end], sequence.blocks[first:end]
+            produced.filled.append(Filled(sequence.request, first, parent, keys, blocks))
 
     def _choose(self, sequence: Sequence, row: Logits, produced: Produced) -> None:
         request = sequence.request
@@ -84,7 +106,7 @@ class Stepper:
                 produced.ended.append(one)
         if first and not request.timeline.first_token:
             request.timeline.first_token = now
-            request.sources = prompt_sources(sequence, self._engine.spec.block_size)
+            request.sources = prompt_sources(sequence, self._block_size)
         request.timeline.last_token = now
 
     def _append(self, sequence: Sequence, choice: int, row: Logits) -> Token:

@@ -254,6 +254,7 @@ class Generation:
             request=request,
             prompt=prompt.packed,
             root=prompt.root,
+            tenant=prompt.tenant,
             keys=prompt.keys,
             max_tokens=prompt.max_tokens,
             min_tokens=min(params.rules.min_tokens, prompt.max_tokens),

@@ -23,7 +23,7 @@ from kvferry.gateway.model import ServedModel
 from kvferry.gateway.output import Reply
 from kvferry.gateway.parameters import MAX_CHOICES, Params
 from kvferry.gateway.tokenizer import CannotEncode
-from kvferry.kvstore.keys import pack_tokens, root_key, unpack_tokens
+from kvferry.kvstore.keys import pack_tokens, root_key, tenant_key, unpack_tokens
 
 INLINE_CHARACTERS = 2048
 """Texts up to this length are tokenized on the event loop: about a millisecond."""
@@ -47,6 +47,7 @@ class Shape:
 class Prompt:
     size: int
     packed: bytes
+    tenant: bytes
     root: bytes
     keys: bytes
     max_tokens: int
@@ -186,7 +187,7 @@ class PromptMaker:
         max_tokens = _room(size, params, shape.max_model_len, param)
         root = root_key(shape.fingerprint, tenant, params.cache_salt)
         keys = self._keys.keys(tenant, root, packed, shape.block_size)
-        return Prompt(size, packed, root, keys, max_tokens, end)
+        return Prompt(size, packed, tenant_key(tenant), root, keys, max_tokens, end)
 
 
 def _size(conversation: Conversation) -> int:

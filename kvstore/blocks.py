@@ -135,6 +135,10 @@ class BlockPool:
     def is_committed(self, block: int) -> bool:
         return block in self._key_of
 
+    def holds(self, block: int, key: bytes) -> bool:
+        """Whether this block is the findable one of this key, now."""
+        return self._key_of.get(block) == key
+
     def _unclaim(self, block: int) -> None:
         claimed = self._claim_of.pop(block, None)
         if claimed is not None:

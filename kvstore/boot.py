@@ -98,8 +98,15 @@ class Booted:
             "tokenizer": tokenizer_digest(self.files.folder),
         }
 
-    def open(self, spec: Computes, max_num_seqs: int) -> Callable[[str], Client]:
-        """Starts answering hellos; returns what makes links to other nodes."""
+    def connector(self, spec: Computes) -> Callable[[str], Client]:
+        """What makes links to other nodes."""
+        hello = Hello(PROTOCOL, self.role, self.fingerprint(spec))
+        return lambda address: Client(
+            self.context, address, hello, self.server.incarnation, self.curve, self.server.said
+        )
+
+    def open(self, spec: Computes, max_num_seqs: int) -> None:
+        """Starts answering hellos."""
         fingerprint = self.fingerprint(spec)
         self.server.open(
             Welcome(
@@ -118,10 +125,6 @@ class Booted:
             spec.num_blocks,
             spec.block_size,
             spec.max_model_len,
-        )
-        hello = Hello(PROTOCOL, self.role, fingerprint)
-        return lambda address: Client(
-            self.context, address, hello, self.server.incarnation, self.curve, self.server.said
         )
 
 

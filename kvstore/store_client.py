@@ -69,6 +69,8 @@ WINDOW_BYTES = 32 << 20
 KNOWN_SECONDS = 30.0
 """How long a block that was seen in the store is not offered to it again."""
 MAX_KNOWN = 1 << 16
+ATTACH_SECONDS = 10.0
+"""What a starting node gives its store, which may be reading its disk."""
 LATE_SECONDS = 1.0
 """Blocks of a fetch that ends by its deadline may still be under way for so long."""
 
@@ -554,3 +556,26 @@ class StoreClient:
 
 def _behind(read: Read, start: int) -> Read:
     return lambda index: read(start + index)
+
+
+def store_client(
+    address: str | None, connect: Callable[[str], Client], block_bytes: int, transfer: Transfer
+) -> StoreClient | None:
+    """A client of the store at `address`; None when there is none."""
+    if address is None:
+        return None
+    return StoreClient(lambda: connect(address), block_bytes, transfer=transfer)
+
+
+def await_store(store: StoreClient | None, address: str | None) -> None:
+    """Gives the store time to answer: what it has is worth a moment at the start."""
+    deadline = time.monotonic() + ATTACH_SECONDS
+    while store is not None and not store.available:
+        store.turn()
+        if time.monotonic() > deadline:
+            log.warning("the store at %s does not answer yet: going on without it", address)
+            return
+        poller = zmq.Poller()
+        for one in store.sockets:
+            poller.register(one, zmq.POLLIN)
+        poller.poll(50)

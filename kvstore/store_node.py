@@ -124,6 +124,8 @@ class StoreNode:
         self._fingerprint: dict[str, str] | None = None
         self._members: dict[bytes, _Member] = {}
         self._next_lane = 1
+        self._early: dict[bytes, tuple[Peer, Attach]] = {}
+        """Nodes that attach while the disk is still being read."""
         self._unburied: dict[bytes, int] = {}
         """Lost nodes with slots in quarantine, and their lanes."""
         self._bury_at = 0.0
@@ -181,6 +183,10 @@ class StoreNode:
         if space.disk is not None:
             for job in space.disk.take_done():
                 self._hand_out(space.tiers.disk_done(job, now))
+        if self._early and not space.recovering:
+            early, self._early = self._early, {}
+            for peer, message in early.values():
+                self._attached(peer, message)
         self._hand_out(space.tiers.tick(now))
         if now >= self._bury_at:
             self._bury_at = now + BURIAL_SECONDS
@@ -216,6 +222,9 @@ class StoreNode:
         if space is None or space.block_bytes != message.block_bytes:
             ours = "too few fit" if space is None else str(space.block_bytes)
             self._server.send(peer, Refused("block_bytes", ours, str(message.block_bytes)))
+            return
+        if space.recovering:  # until then it would be told that nothing is there
+            self._early[peer.identity] = (peer, message)
             return
         if peer.identity in self._members:
             return
@@ -270,6 +279,7 @@ class StoreNode:
                 self._server.send(member.peer, Granted(tuple(slots)))
 
     def _lost(self, peer: Peer) -> None:
+        self._early.pop(peer.identity, None)
         member = self._members.pop(peer.identity, None)
         if member is None or self.space is None:
             return

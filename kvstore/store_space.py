@@ -84,6 +84,11 @@ class Space:
         if self.disk is not None and files is not None:
             self._recover(files)
 
+    @property
+    def recovering(self) -> bool:
+        """What is on the disk is not known yet."""
+        return self.tiers.disk is not None and self.tiers.disk.recovering > 0
+
     def view(self, slot: int) -> memoryview:
         """The bytes of the block in a slot."""
         return self.memory.slot(slot, self.slot_bytes, self.block_bytes)

@@ -34,7 +34,7 @@ from msgspec import Meta, Struct
 from kvferry.kvstore.errors import MalformedFrame
 from kvferry.kvstore.keys import KEY_BYTES
 
-PROTOCOL = 3
+PROTOCOL = 4
 MAX_HEADER_BYTES = 64 << 20
 """A header larger than this is refused unread: 2 million prompt tokens fit."""
 
@@ -167,6 +167,8 @@ class Generate(Message, frozen=True, array_like=True, tag=10):
     priority: Integer = 0
     deadline_s: Seconds = 0.0
     """Seconds from arrival until the whole request is given up; 0: never."""
+    tenant: Key = bytes(KEY_BYTES)
+    """Whose blocks they are, for a store: `keys.tenant_key`."""
     forced: Raw = b""
     """Ids to emit in place of drawn ones (test hook); int32."""
 
@@ -355,6 +357,9 @@ class Offer(Message, frozen=True, array_like=True, tag=30):
     credit: Count
     """Bytes that P may have in flight before D returns some."""
     priority: Integer = 0
+    root: Key = bytes(KEY_BYTES)
+    tenant: Key = bytes(KEY_BYTES)
+    """As in `Generate`: what P puts into a store is chained from the root, and the tenant's."""
 
 
 class Accepted(Message, frozen=True, array_like=True, tag=31):

@@ -61,6 +61,10 @@ class Job:
     """The next block to ship."""
     awaited: bytes = b""
     """Key of the block that another job was computing when this one was last looked at."""
+    root: bytes = b""
+    tenant: bytes = b""
+    loading: bool = False
+    """Blocks of it are on their way from the store: nothing of it is computed yet."""
     started_at: float = 0.0
     finished_at: float = 0.0
 
@@ -96,6 +100,8 @@ def open_job(peer: Peer, offer: Offer, block_size: int, now: float) -> Job:
         epoch=offer.epoch,
         tokens=unpack_tokens(offer.tokens),
         keys=split_keys(offer.keys),
+        root=offer.root,
+        tenant=offer.tenant,
         first=offer.first,
         last=offer.last,
         priority=offer.priority,

@@ -25,7 +25,9 @@ from kvferry.kvstore.announce import Announcer, NodeState, StepClock
 from kvferry.kvstore.blocks import BlockPool
 from kvferry.kvstore.debug import DebugDesk, DebugSwitches
 from kvferry.kvstore.keys import checksum
+from kvferry.kvstore.loader import LEAST_PATIENCE_S, Loaded, Loader
 from kvferry.kvstore.router import FromPeer, Peer, Server
+from kvferry.kvstore.store_client import StoreClient
 from kvferry.kvstore.watch import StallWatch
 from kvferry.kvstore.wire import (
     AbortTransfer,
@@ -54,6 +56,9 @@ MESSAGE_BYTES = 4 << 20
 
 IDLE_POLL_MS = 200
 
+INTAKE_SECONDS = 0.01
+"""What goes at once into blocks that come from the store."""
+
 FLUSH_SECONDS = 2.0
 """How long a node that has nothing more to do waits for its peers to read what it sent."""
 
@@ -75,13 +80,15 @@ class PrefillNode:
         reuse: bool,
         clock: Callable[[], float] = time.monotonic,
         debug: DebugSwitches | None = None,
+        store: StoreClient | None = None,
+        load_patience_s: float = LEAST_PATIENCE_S,
     ) -> None:
         self.debug = DebugDesk(
             server,
             debug or DebugSwitches(),
             ledger=lambda: self.ledger(),
             check=lambda: self.check(),
-            clients=lambda: (),
+            clients=lambda: self.loader.links,
         )
         spec = engine.spec
         self.pool = BlockPool(spec.num_blocks)
@@ -90,6 +97,15 @@ class PrefillNode:
         )
         self._engine = engine
         self._server = server
+        self.loader: Loader[Job] = Loader(
+            store,
+            engine,
+            self.pool,
+            landed=self.scheduler.loaded,
+            ended=self._load_ended,
+            clock=clock,
+            least_patience_s=load_patience_s,
+        )
         self._max_queued = max_queued
         self._clock = clock
         self._step_clock = StepClock()
@@ -127,18 +143,20 @@ class PrefillNode:
         for job in [*self.scheduler.active, *self.scheduler.waiting]:
             if job.state is not JobState.ABORTED:
                 self._server.send(job.peer, TransferAborted(job.number, job.epoch, "draining"))
-                self.scheduler.abort(job)
+                self._abort(job)
                 self._counters["transfers_aborted"] += 1
 
     def _wait(self, stop_fd: int) -> None:
         """Sleeps until there is something to do; not at all while there is to compute."""
-        computes = any(job.remaining for job in self.scheduler.active)
+        computes = any(job.remaining and not job.loading for job in self.scheduler.active)
         if computes and "prefill" not in self.debug.hold:
             return
         if self.scheduler.waiting and self.pool.releases != self._releases_seen:
             return
         poller = zmq.Poller()
         poller.register(self._server.socket, zmq.POLLIN)
+        for socket in self.loader.sockets:
+            poller.register(socket, zmq.POLLIN)
         if not self._draining:
             poller.register(stop_fd, zmq.POLLIN)
         poller.poll(IDLE_POLL_MS)
@@ -161,11 +179,12 @@ class PrefillNode:
         for peer in self._server.take_lost():
             self._newest.pop(peer.identity, None)
             for job in self.scheduler.of_peer(peer.identity):
-                self.scheduler.abort(job)
+                self._abort(job)
                 self._counters["transfers_orphaned"] += 1
         self._releases_seen = self.pool.releases
+        self.loader.turn(INTAKE_SECONDS)
         for job in self.scheduler.accept():
-            self._accepted(job)
+            self._load(job)
         self._ship()
         self._observe(now)
         self._announcer.tick(now)
@@ -191,8 +210,33 @@ class PrefillNode:
         for chunk in chunks:
             chunk.job.finished_at = finished
         self.scheduler.computed(chunks)
+        self._offer(chunks)
         self._counters["computed_tokens"] += batch.num_tokens
         self._counters["chunks"] += len(chunks)
+
+    def _offer(self, chunks: list[Chunk]) -> None:
+        """Gives whole blocks to the store, those of aborted jobs excepted: they hold none."""
+        size = self._engine.spec.block_size
+        for job, start, end in chunks:
+            first, last = start // size, end // size
+            if job.state is not JobState.DRAINED and self.scheduler.reuse:
+                parent = job.keys[first - 1] if first else job.root
+                keys, blocks = job.keys[first:last], job.blocks[first:last]
+                self.loader.offer(job.tenant, parent, first, keys, blocks)
+
+    def _load(self, job: Job) -> None:
+        """The store may have what comes before the blocks that are wanted, and more."""
+        first = job.computed // self._engine.spec.block_size
+        keys = job.keys if self.scheduler.reuse else []
+        seconds = self._step_clock.predict(job.remaining)
+        job.loading = self.loader.begin(job, keys, first, job.blocks, seconds)
+        if not job.loading:
+            self._accepted(job)
+
+    def _load_ended(self, job: Job, loaded: Loaded) -> None:
+        job.loading = False
+        job.prefix = loaded.reached
+        self._accepted(job)
 
     def _between_layers(self) -> None:
         self._layers += 1
@@ -231,10 +275,14 @@ class PrefillNode:
     def _aborted(self, peer: Peer, transfer: int, epoch: int) -> None:
         job = self._find(peer, transfer, epoch)
         if job is not None:
-            self.scheduler.abort(job)
+            self._abort(job)
             self._counters["transfers_aborted"] += 1
         self._newest[peer.identity] = max(transfer, self._newest.get(peer.identity, 0))
         self._server.send(peer, TransferAborted(transfer, epoch, "asked"))
+
+    def _abort(self, job: Job) -> None:
+        self.loader.cancel(job)
+        self.scheduler.abort(job)
 
     def _probed(self, peer: Peer, transfer: int, epoch: int) -> None:
         job = self._find(peer, transfer, epoch)
@@ -340,7 +388,12 @@ class PrefillNode:
         self._watch.observe(
             now,
             work=bool(active or (waiting and head <= self.pool.num_available)),
-            moved=(self._layers, self._counters["shipped_bytes"], len(active)),
+            moved=(
+                self._layers,
+                self._counters["shipped_bytes"],
+                len(active),
+                self.loader.num_landed,
+            ),
             reason=f"{len(active)} transfers active, {len(waiting)} wait for acceptance; "
             f"the first needs up to {head} of {self.pool.num_available} free blocks",
         )
@@ -354,6 +407,7 @@ class PrefillNode:
             draining=self._draining,
             counters={
                 **self._counters,
+                **self.loader.counters,
                 "stalls": self._watch.stalls,
                 "frames_malformed": self._server.counters.malformed,
                 "frames_stale": self._server.counters.stale,
@@ -373,7 +427,12 @@ class PrefillNode:
                 if job.computed // self._engine.spec.block_size > job.sent
             ),
             "queued": len(self.scheduler.waiting),
+            "loads": self.loader.num_loading,
         }
+
+    def close(self) -> None:
+        """Closes the link to the store."""
+        self.loader.close()
 
     def check(self) -> None:
         """Proves the invariants of everything this node owns."""

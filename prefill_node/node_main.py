@@ -10,6 +10,7 @@ from kvferry.kvstore.boot import boot
 from kvferry.kvstore.debug import DebugSwitches
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.settings import parse
+from kvferry.kvstore.store_client import await_store, store_client
 from kvferry.prefill_node.config import PrefillConfig
 
 
@@ -39,6 +40,13 @@ def run(argv: Sequence[str]) -> int:
             )
         except ModelError as error:
             raise ConfigError(str(error)) from error
+        store = store_client(
+            config.store,
+            booted.connector(engine.spec),
+            engine.spec.block_bytes,
+            config.transfer,
+        )
+        await_store(store, config.store)
         booted.open(engine.spec, 0)
         node = PrefillNode(
             engine,
@@ -47,7 +55,12 @@ def run(argv: Sequence[str]) -> int:
             max_queued=config.max_num_queued_reqs,
             reuse=config.enable_prefix_caching,
             debug=DebugSwitches(config.enable_debug, config.enable_test_hooks),
+            store=store,
+            load_patience_s=config.load_patience,
         )
         gc.freeze()  # what was loaded stays: no collection in the middle of a pass walks it
-        node.run(booted.stop.fileno(), lambda: booted.stop.requested, config.shutdown_timeout)
+        try:
+            node.run(booted.stop.fileno(), lambda: booted.stop.requested, config.shutdown_timeout)
+        finally:
+            node.close()
     return 0

@@ -91,13 +91,21 @@ class PrefillScheduler:
         """Tokens that other active jobs still have to compute."""
         return sum(other.remaining for other in self.active if other is not job)
 
+    # -- loading ---------------------------------------------------------------------------------
+
+    def loaded(self, job: Job, index: int) -> None:
+        """A block of it came from the store."""
+        job.computed = (index + 1) * self.block_size
+        if self.reuse:
+            self.pool.commit(job.blocks[index], job.keys[index])
+
     # -- computing -------------------------------------------------------------------------------
 
     def plan(self, now: float) -> list[Chunk]:
         """The chunks of the next pass; tell `computed` or `abandoned` when it is over."""
         budget = self.max_num_batched_tokens
         chunks = []
-        jobs = [job for job in self.active if job.remaining]
+        jobs = [job for job in self.active if job.remaining and not job.loading]
         for job in sorted(jobs, key=lambda job: urgency(job.remaining, now - job.arrived)):
             end = chunk_end(job.computed, budget, job.target)
             if end > job.computed:

@@ -15,10 +15,14 @@ import zmq
 
 from kvferry.decode_node.node import DecodeLimits, DecodeNode
 from kvferry.kernels.standin import StandinConfig, StandinEngine, standin_reply
+from kvferry.kvstore.debug import DebugSwitches
 from kvferry.kvstore.keys import chain, pack_tokens, root_key
 from kvferry.kvstore.link import Client, LinkState
 from kvferry.kvstore.router import Server
 from kvferry.kvstore.sockets import new_incarnation
+from kvferry.kvstore.store_client import StoreClient, Transfer
+from kvferry.kvstore.store_node import StoreNode
+from kvferry.kvstore.store_space import StoreSizes
 from kvferry.kvstore.wire import (
     PROTOCOL,
     Done,
@@ -43,7 +47,10 @@ DECODE_LIMITS = DecodeLimits(
     local_prefill=128,
     reuse=True,
     forced_ids=True,
+    load_patience_s=30.0,
 )
+PATIENCE_S = 30.0
+"""Of loads: a busy machine shall not change what is counted."""
 
 
 @dataclass
@@ -86,14 +93,21 @@ class Cluster:
         prefill_blocks: int = 1024,
         limits: DecodeLimits = DECODE_LIMITS,
         prefill_reuse: bool = True,
+        store: StoreSizes | None = None,
+        transfer: Transfer = "auto",
     ) -> None:
         self.config = config
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.store: StoreNode | None = None
+        self._transfer = transfer
+        if store is not None:
+            self.start_store(store)
         self.root = root_key(FINGERPRINT, "default", None)
         self.prefill_engines = [self._engine(prefill_blocks) for _ in range(prefill_nodes)]
         self.prefill = [
             PrefillNode(engine, self._server("prefill", engine), 512, max_queued=64,
-                        reuse=prefill_reuse)
+                        reuse=prefill_reuse, store=self._store_client("prefill"),
+                        load_patience_s=PATIENCE_S)
             for engine in self.prefill_engines
         ]  # fmt: skip
         self.addresses = [node._server.address for node in self.prefill]
@@ -101,7 +115,11 @@ class Cluster:
         self._incarnation = new_incarnation()
         server = self._server("decode", self.engine)
         self.decode = DecodeNode(
-            self.engine, server, lambda address: self.client(address, "decode"), limits
+            self.engine,
+            server,
+            lambda address: self.client(address, "decode"),
+            limits,
+            store=self._store_client("decode"),
         )
         self.gateway = self.client(server.address, "gateway")
         self.answers: dict[int, Answer] = {}
@@ -122,6 +140,38 @@ class Cluster:
         fingerprint = FINGERPRINT if role == "decode" else {}
         return Client(self.context, address, Hello(PROTOCOL, role, fingerprint), new_incarnation())
 
+    def start_store(self, sizes: StoreSizes, listen: str = "tcp://127.0.0.1:0") -> None:
+        self.sizes = sizes
+        server = Server(self.context, listen, new_incarnation())
+        self.store = StoreNode(server, sizes, debug=DebugSwitches(True, True))
+
+    def stop_store(self, *, drain: bool) -> str:
+        """Ends the store, and says where it was."""
+        assert self.store is not None
+        address = self.store._server.address
+        if drain:
+            self.until(lambda: self.unwritten() == 0)
+        self.store.close()
+        self.store._server.close()
+        self.store = None
+        return address
+
+    def unwritten(self) -> float:
+        return 0.0 if self.store is None else self.store.figures().get("unwritten_bytes", 0.0)
+
+    def _store_client(self, role: str) -> StoreClient | None:
+        if self.store is None:
+            return None
+        address = self.store._server.address
+        block_bytes = self.prefill_engines[0].spec.block_bytes if self.prefill_engines else 0
+        block_bytes = block_bytes or self._engine(1).spec.block_bytes
+        hello = Hello(PROTOCOL, role, FINGERPRINT)
+        return StoreClient(
+            lambda: Client(self.context, address, hello, new_incarnation()),
+            block_bytes,
+            transfer=self._transfer,
+        )
+
     # -- driving --------------------------------------------------------------------------------
 
     def turn(self) -> None:
@@ -132,12 +182,16 @@ class Cluster:
         self.decode.turn()
         for node in self.prefill:
             node.turn()
+        if self.store is not None:
+            self.store.turn()
         self.check()
 
     def check(self) -> None:
         self.decode.check()
         for node in self.prefill:
             node.check()
+        if self.store is not None:
+            self.store.check()
 
     def until(self, condition: Callable[[], bool], seconds: float = 20.0) -> None:
         deadline = time.monotonic() + seconds
@@ -210,7 +264,10 @@ class Cluster:
         self.decode.close()
         self.decode._server.close()
         for node in self.prefill:
+            node.close()
             node._server.close()
+        if self.store is not None:
+            self.stop_store(drain=False)
         self.context.destroy(0)
 
 
