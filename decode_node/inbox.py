@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, NamedTuple, TypeVar
 
-from kvferry.kvstore.wire import Accepted, Blocks, Complete
+from kvferry.kvstore.wire import Accepted, Blocks, Complete, Lent
 
 Owner = TypeVar("Owner")
 
@@ -153,7 +153,7 @@ class Inbox(Generic[Owner]):
             transfer.state = TransferState.ACCEPTED
         return transfer
 
-    def arriving(self, message: Blocks, sizes: Items[int]) -> Arrival[Owner] | None:
+    def arriving(self, message: Blocks | Lent, sizes: Items[int]) -> Arrival[Owner] | None:
         """What to do with the message's payloads; None: the transfer is not live, drop them."""
         transfer = self.find(message.transfer, message.epoch)
         if transfer is None:

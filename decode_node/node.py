@@ -114,6 +114,7 @@ class DecodeNode:
             clock=clock,
             handed_back=self._choose_prefill,
             said=server.said,
+            store=store,
         )
         self.loader: Loader[Sequence] = Loader(
             store,

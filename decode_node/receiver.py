@@ -19,6 +19,7 @@ from kvferry.kvstore.blocks import BlockPool
 from kvferry.kvstore.keys import checksum, pack_tokens
 from kvferry.kvstore.link import Client
 from kvferry.kvstore.sparse_log import SparseLog
+from kvferry.kvstore.store_client import SlotRef, StoreClient
 from kvferry.kvstore.wire import (
     AbortTransfer,
     Accepted,
@@ -27,6 +28,7 @@ from kvferry.kvstore.wire import (
     Complete,
     Credit,
     Declined,
+    Lent,
     Offer,
     Probe,
     Progress,
@@ -64,6 +66,7 @@ class Receiver:
         clock: Callable[[], float],
         handed_back: Callable[[Sequence], None],
         said: SparseLog,
+        store: StoreClient | None = None,
     ) -> None:
         least = 2 * engine.spec.block_bytes
         windows = Windows(max(TRANSFER_WINDOW, least), NODE_WINDOW, least)
@@ -78,6 +81,7 @@ class Receiver:
         self._clock = clock
         self._handed_back = handed_back
         self._said = said
+        self._store = store
 
     # -- asking -----------------------------------------------------------------------------------
 
@@ -112,6 +116,7 @@ class Receiver:
             sequence.request.message.priority,
             sequence.request.message.root,
             sequence.request.message.tenant,
+            0 if sequence.inline or self._store is None else self._store.incarnation,
         )
         if link.send(offer):
             transfer.offered = True
@@ -164,7 +169,7 @@ class Receiver:
 
     def _handle(self, link: Client, message: AnyMessage, payloads: tuple[memoryview, ...]) -> None:
         match message:
-            case Blocks():
+            case Blocks() | Lent():
                 self._take(link, message, payloads)
             case Accepted():
                 transfer = self.inbox.accepted(message)
@@ -190,8 +195,12 @@ class Receiver:
                     "ignored", link.address, "ignored a %s from %s", kind, link.address
                 )
 
-    def _take(self, link: Client, message: Blocks, payloads: tuple[memoryview, ...]) -> None:
-        arriving = self.inbox.arriving(message, [len(payload) for payload in payloads])
+    def _take(self, link: Client, message: Blocks | Lent, payloads: tuple[memoryview, ...]) -> None:
+        if isinstance(message, Lent):
+            sizes = [self.inbox.block_bytes] * min(len(message.slots), len(message.checksums))
+        else:
+            sizes = [len(payload) for payload in payloads]
+        arriving = self.inbox.arriving(message, sizes)
         if arriving is None:
             if not self.inbox.is_known(message.transfer):
                 link.send(AbortTransfer(message.transfer, message.epoch))
@@ -209,7 +218,7 @@ class Receiver:
             return
         for index in arriving.fresh:
             block = message.first + index
-            if checksum(payloads[index]) != message.checksums[index]:
+            if not self._write(transfer, block, message, index, payloads):
                 self.inbox.counters.damaged += 1
                 self._said.error(
                     "damaged",
@@ -219,19 +228,46 @@ class Receiver:
                     transfer.number,
                     link.address,
                 )
+                transfer.owner.inline |= isinstance(message, Lent)
                 self._retry(transfer)
                 return
-            self._land(transfer, block, payloads[index])
+            self._land(transfer, block)
         credit = self.inbox.credit(transfer, len(arriving.fresh) * self.inbox.block_bytes)
-        if credit:
-            link.send(Credit(transfer.number, transfer.epoch, credit))
+        if credit or isinstance(message, Lent):
+            taken = transfer.leading
+            link.send(Credit(transfer.number, transfer.epoch, credit, taken))
         self._finish_if_complete(transfer)
 
-    def _land(self, transfer: Transfer[Sequence], index: int, payload: memoryview) -> None:
-        """Writes a verified block. Blocks become findable in order only: what lies behind a gap
-        may still be computed here, and a findable block is never written again."""
+    def _write(
+        self,
+        transfer: Transfer[Sequence],
+        block: int,
+        message: Blocks | Lent,
+        index: int,
+        payloads: tuple[memoryview, ...],
+    ) -> bool:
+        """Puts a payload into its block; False unless it is what was sent."""
+        to, expected = transfer.owner.blocks[block], message.checksums[index]
+        if isinstance(message, Blocks):
+            if checksum(payloads[index]) != expected:
+                return False
+            self._engine.write(to, payloads[index])
+            return True
+        if self._store is None:
+            return False
+
+        def write(view: memoryview) -> bytes | memoryview:
+            self._engine.write(to, view)
+            return self._engine.read(to)
+
+        lent = SlotRef(message.store, message.slots[index], expected)
+        return self._store.copy(lent, write)
+
+    def _land(self, transfer: Transfer[Sequence], index: int) -> None:
+        """Takes over a block that is written and verified. Blocks become findable in order only:
+        what lies behind a gap may still be computed here, and a findable block is never written
+        again."""
         sequence = transfer.owner
-        self._engine.write(sequence.blocks[index], payload)
         before = transfer.leading
         self.inbox.landed(transfer, index)
         transfer.moved_at = self._clock()

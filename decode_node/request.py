@@ -220,6 +220,8 @@ class Sequence:
     """Blocks reserved at admission for the forks and for growth."""
     attempts: Counter[str] = field(default_factory=Counter)
     """How often each prefill node was asked for its blocks."""
+    inline: bool = False
+    """A slot of the arena was not what it should be: its blocks shall come as bytes."""
     awaited: bytes = b""
     """Key of the block that another sequence was computing when this one was last looked at."""
     sources: BlockSources = field(default_factory=lambda: BlockSources())

@@ -202,6 +202,11 @@ class StoreClient:
         return self._arena is not None
 
     @property
+    def incarnation(self) -> int:
+        """Of the store whose arena is mapped; 0: none is."""
+        return self._incarnation if self.shared else 0
+
+    @property
     def room(self) -> int:
         """How many blocks `put` would take now."""
         return len(self._stock)

@@ -12,7 +12,7 @@ knows neither sockets nor what a message makes somebody do.
     node → gateway    Welcome  StepOutput  Done  Rejected  Running  Load  KeyBatch  CacheReset
                       DebugReply
     D → P             Hello  Offer  Credit  AbortTransfer  Probe
-    P → D             Welcome  Accepted  Declined  Blocks  Complete  TransferAborted  Progress
+    P → D             Welcome  Accepted  Declined  Blocks  Lent  Complete  TransferAborted  Progress
     node → store      Hello  Attach  Mapped  GiveBack  Commit  Release  Locate  Fetch  Taken
                       CancelFetch  Damaged  CacheRequest
     store → node      Welcome  Attached  Granted  Located  Leased  Delivered  FetchEnded  CacheReply
@@ -360,6 +360,8 @@ class Offer(Message, frozen=True, array_like=True, tag=30):
     root: Key = bytes(KEY_BYTES)
     tenant: Key = bytes(KEY_BYTES)
     """As in `Generate`: what P puts into a store is chained from the root, and the tenant's."""
+    store: Incarnation = 0
+    """Of the store whose arena D has mapped: blocks may be `Lent`. 0: none."""
 
 
 class Accepted(Message, frozen=True, array_like=True, tag=31):
@@ -398,6 +400,20 @@ class Credit(Message, frozen=True, array_like=True, tag=34):
     transfer: Count
     epoch: Count
     size: Count
+    taken: Count = 0
+    """All blocks before this one have been copied out of their slots."""
+
+
+class Lent(Message, frozen=True, array_like=True, tag=40):
+    """As `Blocks`, but the payloads lie in slots of the arena that both nodes have mapped."""
+
+    transfer: Count
+    epoch: Count
+    first: Count
+    store: Incarnation
+    """Of the store whose arena it is."""
+    slots: Slots
+    checksums: Sums
 
 
 class Complete(Message, frozen=True, array_like=True, tag=35):
@@ -604,7 +620,7 @@ AnyMessage = (
     | Load | KeyBatch | StepNotice | Drain | Resync | ResetCache | CacheReset
     | DebugRequest | DebugReply
     | Offer | Accepted | Declined | Blocks | Credit | Complete | AbortTransfer | TransferAborted
-    | Probe | Progress
+    | Probe | Progress | Lent
     | Attach | Attached | Mapped | Granted | GiveBack | Commit | Release | Locate | Located
     | Fetch | Leased | Delivered | Taken | FetchEnded | CancelFetch | Damaged
     | CacheRequest | CacheReply

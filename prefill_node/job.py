@@ -63,6 +63,8 @@ class Job:
     """Key of the block that another job was computing when this one was last looked at."""
     root: bytes = b""
     tenant: bytes = b""
+    store: int = 0
+    """Incarnation of the store whose arena the receiver has mapped."""
     loading: bool = False
     """Blocks of it are on their way from the store: nothing of it is computed yet."""
     started_at: float = 0.0
@@ -102,6 +104,7 @@ def open_job(peer: Peer, offer: Offer, block_size: int, now: float) -> Job:
         keys=split_keys(offer.keys),
         root=offer.root,
         tenant=offer.tenant,
+        store=offer.store,
         first=offer.first,
         last=offer.last,
         priority=offer.priority,

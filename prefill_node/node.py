@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import inf
 
 import zmq
@@ -39,6 +39,7 @@ from kvferry.kvstore.wire import (
     DebugRequest,
     Declined,
     Drain,
+    Lent,
     Offer,
     Probe,
     Progress,
@@ -47,6 +48,7 @@ from kvferry.kvstore.wire import (
     TransferAborted,
 )
 from kvferry.prefill_node.job import Job, JobState, open_job
+from kvferry.prefill_node.lending import Lending
 from kvferry.prefill_node.scheduler import Chunk, PrefillScheduler
 
 log = logging.getLogger(__name__)
@@ -61,6 +63,10 @@ INTAKE_SECONDS = 0.01
 
 FLUSH_SECONDS = 2.0
 """How long a node that has nothing more to do waits for its peers to read what it sent."""
+
+
+Finished = tuple[bytes, bytes, int, list[bytes], list[int]]
+"""As `Loader.offer` takes it: tenant, parent, depth, keys and blocks."""
 
 
 class _Abandoned(Exception):
@@ -106,6 +112,7 @@ class PrefillNode:
             clock=clock,
             least_patience_s=load_patience_s,
         )
+        self._lending = Lending(store, clock)
         self._max_queued = max_queued
         self._clock = clock
         self._step_clock = StepClock()
@@ -166,9 +173,11 @@ class PrefillNode:
         self._serve()
         held = "prefill" in self.debug.hold
         chunks = [] if held else self.scheduler.plan(self._clock())
-        if chunks:
-            self._compute(chunks)
+        if chunks and self._compute(chunks):
+            filled = list(self._filled(chunks))
             self._ship()
+            for one in filled:  # now: what was lent is in the store already
+                self.loader.offer(*one)
 
     def _serve(self) -> None:
         """Everything but computing; also called between two layers."""
@@ -178,11 +187,13 @@ class PrefillNode:
         self._server.tick(now)
         for peer in self._server.take_lost():
             self._newest.pop(peer.identity, None)
+            self._lending.lost(peer.identity)
             for job in self.scheduler.of_peer(peer.identity):
                 self._abort(job)
                 self._counters["transfers_orphaned"] += 1
         self._releases_seen = self.pool.releases
         self.loader.turn(INTAKE_SECONDS)
+        self._lending.tick()
         for job in self.scheduler.accept():
             self._load(job)
         self._ship()
@@ -191,7 +202,8 @@ class PrefillNode:
 
     # -- computing ------------------------------------------------------------------------------
 
-    def _compute(self, chunks: list[Chunk]) -> None:
+    def _compute(self, chunks: list[Chunk]) -> bool:
+        """False: nobody wanted the pass any more."""
         started = self._clock()
         spans = []
         for job, start, end in chunks:
@@ -204,25 +216,25 @@ class PrefillNode:
         except _Abandoned:
             self.scheduler.abandoned()
             self._counters["chunks_abandoned"] += 1
-            return
+            return False
         finished = self._clock()
         self._step_clock.observe(batch.num_tokens, finished - started)
         for chunk in chunks:
             chunk.job.finished_at = finished
         self.scheduler.computed(chunks)
-        self._offer(chunks)
         self._counters["computed_tokens"] += batch.num_tokens
         self._counters["chunks"] += len(chunks)
+        return True
 
-    def _offer(self, chunks: list[Chunk]) -> None:
-        """Gives whole blocks to the store, those of aborted jobs excepted: they hold none."""
+    def _filled(self, chunks: list[Chunk]) -> Iterator[Finished]:
+        """What a pass has finished for the store; aborted jobs hold nothing any more."""
         size = self._engine.spec.block_size
         for job, start, end in chunks:
             first, last = start // size, end // size
             if job.state is not JobState.DRAINED and self.scheduler.reuse:
                 parent = job.keys[first - 1] if first else job.root
                 keys, blocks = job.keys[first:last], job.blocks[first:last]
-                self.loader.offer(job.tenant, parent, first, keys, blocks)
+                yield job.tenant, parent, first, keys, blocks
 
     def _load(self, job: Job) -> None:
         """The store may have what comes before the blocks that are wanted, and more."""
@@ -251,6 +263,7 @@ class PrefillNode:
             case Offer() as message:
                 self._offered(received.peer, message)
             case Credit() as message:
+                self._lending.taken(received.peer.identity, message)
                 job = self._find(received.peer, message.transfer, message.epoch)
                 if job is not None:
                     job.grant(message.size, self._engine.spec.block_bytes)
@@ -277,6 +290,7 @@ class PrefillNode:
         if job is not None:
             self._abort(job)
             self._counters["transfers_aborted"] += 1
+        self._lending.ended(peer.identity, transfer)
         self._newest[peer.identity] = max(transfer, self._newest.get(peer.identity, 0))
         self._server.send(peer, TransferAborted(transfer, epoch, "asked"))
 
@@ -358,6 +372,8 @@ class PrefillNode:
         indices = self.scheduler.sendable(job, size, self._message_blocks)
         if not indices:
             return False
+        if self._lend(job, indices):
+            return True
         payloads = [self._engine.read(job.blocks[index]) for index in indices]
         checksums = tuple(checksum(payload) for payload in payloads)
         header = Blocks(job.number, job.epoch, indices.start, checksums)
@@ -365,6 +381,30 @@ class PrefillNode:
             return False
         self.scheduler.shipped(job, len(indices), size)
         self._counters["shipped_bytes"] += len(indices) * size
+        return True
+
+    def _lend(self, job: Job, indices: range) -> bool:
+        """Ships what the arena has room for without sending it; False when it has none."""
+        first = indices.start
+        parent = job.keys[first - 1] if first else job.root
+        keys = job.keys[first : indices.stop] if self.scheduler.reuse else []
+        blocks = job.blocks[first : indices.stop]
+
+        def read(at: int) -> bytes | memoryview:
+            return self._engine.read(blocks[at])
+
+        refs = self._lending.lend(job, first, parent, keys, read)
+        if not refs:
+            return False
+        slots, sums = zip(*((ref.slot, ref.checksum) for ref in refs), strict=True)
+        if not self._server.send(
+            job.peer, Lent(job.number, job.epoch, first, refs[0].store, slots, sums)
+        ):
+            return False
+        size = self._engine.spec.block_bytes
+        self.scheduler.shipped(job, len(refs), size)
+        self._counters["shipped_bytes"] += len(refs) * size
+        self._counters["lent_bytes"] += len(refs) * size
         return True
 
     def _completed(self, job: Job) -> None:
@@ -428,6 +468,7 @@ class PrefillNode:
             ),
             "queued": len(self.scheduler.waiting),
             "loads": self.loader.num_loading,
+            "lent": self._lending.num_lent,
         }
 
     def close(self) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from kvferry.kernels.standin import write_standin_model
 from kvferry.kvstore.model_files import resolve_model
+from kvferry.kvstore.store_space import StoreSizes
 from kvferry.tests.harness import Cluster
 from kvferry.tests.served import Served
 from kvferry.tests.vocabularies import vocabularies
@@ -23,6 +24,15 @@ def no_cluster_outlives_its_test() -> Iterator[None]:
     yield
     for cluster in list(Cluster.living):
         cluster.close()
+
+
+@pytest.fixture
+def usual_store(tmp_path: Path) -> Iterator[None]:
+    """Every cluster of a test has a store, and ships through its arena."""
+    (tmp_path / "shared").mkdir()
+    Cluster.usual_store = StoreSizes(8 << 20, 0, tmp_path / "blocks", tmp_path / "shared")
+    yield
+    Cluster.usual_store = None
 
 
 @pytest.fixture(scope="session")

@@ -83,6 +83,8 @@ class Cluster:
 
     living: ClassVar[list[Cluster]] = []
     """What a failed test leaves open is closed after it, and spoils no other test."""
+    usual_store: ClassVar[StoreSizes | None] = None
+    """Of clusters that are made without saying."""
 
     def __init__(
         self,
@@ -100,6 +102,7 @@ class Cluster:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.store: StoreNode | None = None
         self._transfer = transfer
+        store = store or self.usual_store
         if store is not None:
             self.start_store(store)
         self.root = root_key(FINGERPRINT, "default", None)

@@ -25,6 +25,14 @@ from kvferry.kvstore.wire import (
 from kvferry.prefill_node.job import Job
 from kvferry.tests.harness import DECODE_LIMITS, STANDIN, Answer, Cluster, prompt_of
 
+
+@pytest.fixture(autouse=True, params=["inline", "arena"])
+def transfer(request: pytest.FixtureRequest) -> None:
+    """Without a store, and with one through whose arena blocks are shipped."""
+    if request.param == "arena":
+        request.getfixturevalue("usual_store")
+
+
 STAGES = ("waiting", "offered", "mid-chunk", "in transfer", "landed", "decoding")
 
 
@@ -37,7 +45,8 @@ def stage_of(cluster: Cluster, number: int) -> str:
     inbox = cluster.decode.receiver.inbox
     transfer = next((one for one in inbox.all() if one.owner.request is request), None)
     if phases != ["receiving"] or transfer is None:
-        return {"waiting": "waiting", "decoding": "decoding"}.get("".join(phases), "landed")
+        early = {"waiting": "waiting", "loading": "offered", "decoding": "decoding"}
+        return early.get("".join(phases), "landed")
     if len(transfer.landed) == transfer.last - transfer.first:
         return "landed"
     if transfer.landed:
@@ -104,7 +113,7 @@ def test_late_frames_of_an_aborted_transfer_never_reach_another_request() -> Non
     """X's blocks are delayed, X is aborted, Y gets the same memory: Y is right."""
     cluster = Cluster(1, decode_blocks=40, prefill_blocks=200)
     server = cluster.prefill[0]._server
-    server.faults = FaultInjector([FaultRule("delay", ("Blocks",), seconds=0.5)])
+    server.faults = FaultInjector([FaultRule("delay", ("Blocks", "Lent"), seconds=0.5)])
     x = cluster.message(prompt_of(500, seed=1))
     cluster.submit(x)
     cluster.until(lambda: server.faults is not None and server.faults.num_held > 0)
@@ -238,7 +247,7 @@ def test_one_frame_of_fifty(action: str) -> None:
     """Lost, repeated, overtaken or damaged frames on both links: nothing decodes with a hole."""
     large = replace(STANDIN, kv_bytes_per_token=1 << 12)  # several `Blocks` messages a prompt
     cluster = Cluster(1, config=large, decode_blocks=800, prefill_blocks=800)
-    spared = ("Blocks", "Accepted", "Complete", "Offer", "Credit", "AbortTransfer")
+    spared = ("Blocks", "Lent", "Accepted", "Complete", "Offer", "Credit", "AbortTransfer")
     rules = [FaultRule(action, spared, probability=0.02)]  # type: ignore[arg-type]
     cluster.prefill[0]._server.faults = FaultInjector(rules, seed=1)
     cluster.ask(prompt_of(200, seed=999))

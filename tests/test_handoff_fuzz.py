@@ -16,6 +16,14 @@ from kvferry.kvstore.wire import Abort, Generate, Stop, Welcome
 from kvferry.prefill_node.node import PrefillNode
 from kvferry.tests.harness import BLOCK, FINGERPRINT, Answer, Cluster, prompt_of
 
+
+@pytest.fixture(autouse=True, params=["inline", "arena"])
+def transfer(request: pytest.FixtureRequest) -> None:
+    """Without a store, and with one through whose arena blocks are shipped."""
+    if request.param == "arena":
+        request.getfixturevalue("usual_store")
+
+
 TURNS = 400
 
 
@@ -111,7 +119,8 @@ class Mix:
                 assert choice in one.stopped or len(ids) == one.message.max_tokens
             if answer.tokens:
                 sources = answer.done.sources
-                assert sources.device + sources.prefill + sources.decode == len(one.prompt)
+                cached = sources.device + sources.host + sources.disk
+                assert cached + sources.prefill + sources.decode == len(one.prompt)
                 assert 0 <= sources.device < len(one.prompt) and sources.prefill >= 0
             stages = answer.done.stages
             assert all(getattr(stages, name) >= 0 for name in stages.__struct_fields__)

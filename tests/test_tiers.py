@@ -16,7 +16,7 @@ import pytest
 
 from kvferry.kvstore.keys import tenant_key
 from kvferry.kvstore.loader import Loader
-from kvferry.kvstore.store_client import Transfer
+from kvferry.kvstore.store_client import SlotRef, Transfer
 from kvferry.kvstore.store_space import StoreSizes
 from kvferry.kvstore.wire import Abort
 from kvferry.tests.harness import DECODE_LIMITS, Answer, Cluster, prompt_of
@@ -247,3 +247,96 @@ def test_a_store_that_dies_costs_only_time(tmp_path: Path) -> None:
         attached(cluster)
         forget(cluster)
         assert sources(ask(cluster, prompts[0])).get("disk", 0) > 0
+
+
+@pytest.mark.B9
+def test_on_one_host_a_shipment_is_a_slot(tmp_path: Path) -> None:
+    with cluster_of(tmp_path) as cluster:
+        counters, store = cluster.prefill[0]._counters, cluster.decode.loader.store
+        for seed, length in enumerate((200, 512, 513, 1500)):
+            assert sources(ask(cluster, prompt_of(length, seed)))["prefill"] > 0
+        assert counters["lent_bytes"] == counters["shipped_bytes"] > 0
+        cluster.until(lambda: cluster.prefill[0]._lending.num_lent == 0)
+        assert store is not None and store.counters["shipments_damaged"] == 0
+        settle(cluster)
+        assert cluster.store is not None and cluster.store.space is not None
+        assert not cluster.store.space.tiers.ledger()["held"]
+
+
+def test_inline_means_that_nothing_is_lent(tmp_path: Path) -> None:
+    with cluster_of(tmp_path, transfer="inline") as cluster:
+        ask(cluster, prompt_of(700))
+        counters = cluster.prefill[0]._counters
+        assert counters["lent_bytes"] == 0 and counters["shipped_bytes"] > 0
+
+
+def test_a_small_arena_ships_the_rest_inline(tmp_path: Path) -> None:
+    """Sixty-four slots, four of them granted: most of a transfer travels as bytes."""
+    with cluster_of(tmp_path, ram=64 * 4096) as cluster:
+        for seed in range(4):
+            ask(cluster, prompt_of(1500, seed))
+        counters = cluster.prefill[0]._counters
+        assert 0 < counters["lent_bytes"] < counters["shipped_bytes"]
+
+
+@pytest.mark.B2
+def test_a_slot_that_was_reused_under_a_shipment_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every slot lent is overwritten before it is copied: asked for again, as bytes."""
+    with cluster_of(tmp_path) as cluster:
+        prefill = cluster.prefill[0]
+        assert cluster.store is not None and cluster.store.space is not None
+        space, lend = cluster.store.space, prefill._lending.lend
+        damaged: list[int] = []
+
+        def lend_and_damage(*args: Any) -> list[SlotRef]:
+            refs = lend(*args)
+            for ref in refs:
+                view = space.memory.slot(ref.slot, space.slot_bytes, space.block_bytes)
+                view[3] ^= 1
+                view.release()
+                damaged.append(ref.slot)
+            return refs
+
+        monkeypatch.setattr(prefill._lending, "lend", lend_and_damage)
+        ask(cluster, prompt_of(900))
+        assert damaged and cluster.decode.receiver.inbox.counters.damaged > 0
+
+
+@pytest.mark.A5
+@pytest.mark.B2
+def test_a_store_that_dies_under_a_shipment_turns_it_inline(tmp_path: Path) -> None:
+    with cluster_of(tmp_path) as cluster:
+        prompts = [prompt_of(3000, seed) for seed in range(3)]
+        answers = [
+            cluster.submit(cluster.message(prompt, max_tokens=4, tenant=TENANT))
+            for prompt in prompts
+        ]
+        cluster.until(lambda: cluster.decode.receiver.inbox.num_landed > 40)
+        cluster.stop_store(drain=False)
+        cluster.until(lambda: all(answer.ended for answer in answers), 60)
+        for prompt, answer in zip(prompts, answers, strict=True):
+            assert answer.ids() == cluster.reply(prompt, 4)
+        assert cluster.prefill[0]._counters["lent_bytes"] > 0
+
+
+@pytest.mark.B1
+@pytest.mark.parametrize("turns", range(1, 10, 2))
+def test_a_client_that_leaves_a_shipment_leaves_no_slot(tmp_path: Path, turns: int) -> None:
+    with cluster_of(tmp_path) as cluster:
+        messages = [
+            cluster.message(prompt_of(2000, seed), max_tokens=4, tenant=TENANT) for seed in range(3)
+        ]
+        for message in messages:
+            cluster.submit(message)
+        for _ in range(turns):
+            cluster.turn()
+        for message in messages:
+            cluster.gateway.send(Abort(message.request))
+        cluster.until(lambda: not cluster.decode.desk)
+        cluster.until(cluster.idle)
+        cluster.until(lambda: cluster.prefill[0]._lending.num_lent == 0)
+        settle(cluster)
+        assert cluster.store is not None and cluster.store.space is not None
+        assert not cluster.store.space.tiers.ledger()["held"]
