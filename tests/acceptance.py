@@ -1,11 +1,11 @@
-"""Runs the acceptance cases of the hand-off and prints them as a table.
+"""Runs the acceptance cases and prints them as a table.
 
     python -m kvferry.tests.acceptance [ID …]
 
 Each case is a pytest marker, described in pyproject.toml. The table says for each how many tests
-show it, how long they took together, and whether all of them hold; a case that no test carries is
-listed as missing and makes the run fail. Without ids a second table follows: the seconds and
-ratios that only a measurement can show, beside their limits.
+show it, how long they took together, and whether all of them hold. A case that no test carries is
+listed as missing and makes the run fail, unless it is one of `TO_COME`. Without ids a second table
+follows: the seconds and ratios that only a measurement can show, beside their limits.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import pytest
 
 from kvferry.tests.measures import MODEL, measure
 
-HAND_OFF = ("A8", "B1", "B2", "B3", "B4", "B5", "B6", "B7", "B8", "B9",
-            "C3", "C7", "D1", "D2", "D3", "D7", "D9", "D11")  # fmt: skip
+TO_COME = ("A7", "D4", "D6")
+"""Cases that nothing shows yet. One of them that a test carries is judged like any other."""
 
 
 class Tally:
@@ -56,24 +56,26 @@ def titles(root: Path) -> dict[str, str]:
 def row(case: str, about: str, outcomes: Counter[str], milliseconds: int) -> str:
     total = sum(outcomes.values())
     bad = total - outcomes["passed"]
-    result = "missing" if not total else f"{bad} failed" if bad else "holds"
+    absent = "to come" if case in TO_COME else "missing"
+    result = absent if not total else f"{bad} failed" if bad else "holds"
     return f"| {case} | {about} | {total} | {milliseconds / 1000:.1f} | {result} |"
 
 
 def main(arguments: Sequence[str]) -> int:
     root = Path(__file__).parent.parent
-    ids = list(arguments) or list(HAND_OFF)
+    about = titles(root)
+    ids = list(arguments) or sorted(about, key=lambda case: (case[0], int(case[1:])))
     tally = Tally(ids)
     status = pytest.main(
         ["-q", "--no-header", "-m", " or ".join(ids), str(root / "tests")], plugins=[tally]
     )
-    about = titles(root)
     print("\n| id | case | tests | seconds | result |\n| --- | --- | --- | --- | --- |")
     for case in ids:
         print(row(case, about.get(case, "?"), tally.outcomes[case], tally.seconds[case]))
-    missing = [case for case in ids if not tally.outcomes[case]]
+    missing = [case for case in ids if case not in TO_COME and not tally.outcomes[case]]
     broken = measured() if not arguments else 0
-    return 1 if missing or status or broken else 0
+    failed = status not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED)
+    return 1 if missing or failed or broken else 0
 
 
 def measured() -> int:

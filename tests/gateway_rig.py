@@ -51,6 +51,7 @@ from kvferry.kvstore.wire import (
     Token,
     Welcome,
 )
+from kvferry.tests import web
 
 MAX_MODEL_LEN = 512
 BYTE = 3
@@ -265,10 +266,10 @@ class Rig:
     port: int
 
     def post(self, path: str, body: dict[str, Any], **options: Any) -> httpx.Response:
-        return httpx.post(self.url + path, json=body, timeout=20, **options)
+        return web.post(self.url + path, json=body, timeout=20, **options)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=20, **options)
+        return web.get(self.url + path, timeout=20, **options)
 
     def chat(self, **fields: Any) -> httpx.Response:
         messages = [{"role": "user", "content": "hi"}]

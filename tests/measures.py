@@ -20,10 +20,10 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-import httpx
 import numpy as np
 
 from kvferry.kernels.standin import StandinConfig, standin_reply
+from kvferry.tests import web
 from kvferry.tests.gateway_rig import wait_until
 from kvferry.tests.served import Served
 from kvferry.tests.streams import Stream, at_once, idle, ledger, prompt_of, serving
@@ -277,7 +277,7 @@ def full_queue(rig: Rig) -> Iterator[Measured]:
     def ask(seed: int) -> tuple[int, float]:
         begun = time.monotonic()
         body = {"prompt": prompt_of(300, 8000 + seed), "max_tokens": 20, "ignore_eos": True}
-        status = httpx.post(rig.served.url + "/v1/completions", json=body, timeout=120).status_code
+        status = web.post(rig.served.url + "/v1/completions", json=body, timeout=120).status_code
         return status, time.monotonic() - begun
 
     with ThreadPoolExecutor(200) as pool:

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 
 from kvferry.kernels.standin import MODEL_TYPE
+from kvferry.tests import web
 
 START_S = 120.0
 ROLES = ("gateway", "prefill", "decode")
@@ -41,7 +42,7 @@ class Served:
                 env=environ,
             )
         self.url = self._await_url()
-        self.http = httpx.Client(base_url=self.url, timeout=120)
+        self.http = web.Client(base_url=self.url, timeout=120)
 
     def _await_url(self) -> str:
         assert self.process.stdout is not None

@@ -30,6 +30,7 @@ from typing import Any
 import httpx
 
 from kvferry.kernels.standin import StandinConfig, standin_reply, write_standin_model
+from kvferry.tests import web
 from kvferry.tests.served import Served
 
 ADMIN = "soak-admin"
@@ -124,7 +125,7 @@ class Soak:
             if body["stream"]:
                 status, ids = self._streamed(body)
             else:
-                response = httpx.post(
+                response = web.post(
                     f"{self.served.url}/v1/completions", json=body, timeout=REQUEST_SECONDS + 30
                 )
                 status = str(response.status_code)
@@ -142,7 +143,7 @@ class Soak:
     def _streamed(self, body: dict[str, Any]) -> tuple[str, list[int]]:
         ids: list[int] = []
         url = f"{self.served.url}/v1/completions"
-        with httpx.stream("POST", url, json=body, timeout=REQUEST_SECONDS + 30) as response:
+        with web.stream("POST", url, json=body, timeout=REQUEST_SECONDS + 30) as response:
             if response.status_code != 200:
                 response.read()
                 return str(response.status_code), []

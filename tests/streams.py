@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 
 from kvferry.kernels.standin import StandinConfig, write_standin_model
+from kvferry.tests import web
 from kvferry.tests.served import Served
 
 ADMIN = {"authorization": "Bearer root"}
@@ -65,7 +66,7 @@ class Stream:
         self.times.append(time.monotonic())
         try:
             url = server + "/v1/completions"
-            with httpx.stream("POST", url, json=body, timeout=60) as response:
+            with web.stream("POST", url, json=body, timeout=60) as response:
                 self.status = response.status_code
                 if self.status != 200:
                     self.error = json.loads(response.read())["error"]["code"]

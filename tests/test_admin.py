@@ -13,6 +13,7 @@ import pytest
 
 from kvferry.gateway.last_prompts import LastPrompts
 from kvferry.kvstore.wire import ResetCache
+from kvferry.tests import web
 from kvferry.tests.gateway_rig import Behaviour, Rig, ids_of, running, wait_until
 
 ADMIN = {"authorization": "Bearer op-3rator"}
@@ -54,10 +55,10 @@ def code_of(response: httpx.Response) -> tuple[int, str]:
 )
 def test_the_operators_paths_take_no_other_key(rig: Rig, method: str, path: str) -> None:
     for headers in ({}, ALICE):
-        refused = httpx.request(method, rig.url + path, headers=headers)
+        refused = web.request(method, rig.url + path, headers=headers)
         assert code_of(refused) == (401, "invalid_api_key")
     assert not rig.gateway.draining
-    assert httpx.request(method, rig.url + path, headers=ADMIN).status_code == 200
+    assert web.request(method, rig.url + path, headers=ADMIN).status_code == 200
 
 
 def test_without_an_admin_key_nobody_is_the_operator(tmp_path: Path) -> None:
@@ -85,7 +86,7 @@ def test_server_info_says_what_runs_and_no_secret(rig: Rig) -> None:
 
 def test_a_reset_reaches_every_node_and_says_what_went(rig: Rig) -> None:
     for path in ("/reset_prefix_cache", "/flush_cache"):
-        answer = httpx.post(rig.url + path, headers=ADMIN).json()  # without any body
+        answer = web.post(rig.url + path, headers=ADMIN).json()  # without any body
         assert answer["success"] and answer["absent"] == []
         (node,) = answer["nodes"]
         assert node["name"] == "decode-0"
@@ -97,7 +98,7 @@ def test_a_reset_that_a_node_does_not_confirm_is_an_error(
 ) -> None:
     monkeypatch.setattr("kvferry.gateway.admin.RESET_SECONDS", 0.1)
     rig.decode.does.ignores = lambda message: isinstance(message, ResetCache)
-    refused = httpx.post(rig.url + "/reset_prefix_cache", headers=ADMIN)
+    refused = web.post(rig.url + "/reset_prefix_cache", headers=ADMIN)
     assert code_of(refused) == (503, "engine_unavailable")
     assert "decode-0" in refused.json()["error"]["message"]
 
@@ -108,7 +109,7 @@ def test_a_reset_that_a_node_does_not_confirm_is_an_error(
 @pytest.mark.D1
 def test_a_drain_lets_nothing_in_and_what_runs_go_on(rig: Rig) -> None:
     rig.decode.does = Behaviour(pace=0.005)
-    with httpx.stream("POST", rig.url + COMPLETIONS, json=SLOW | {"stream": True}, headers=ALICE,
+    with web.stream("POST", rig.url + COMPLETIONS, json=SLOW | {"stream": True}, headers=ALICE,
                       timeout=20) as response:  # fmt: skip
         lines = response.iter_lines()
         next(lines)
@@ -181,7 +182,7 @@ def test_requests_that_share_an_id_are_two(rig: Rig) -> None:
 
 def test_a_stream_is_aborted_by_the_id_of_its_answer(rig: Rig) -> None:
     rig.decode.does = Behaviour(pace=0.01)
-    with httpx.stream("POST", rig.url + COMPLETIONS, json=SLOW | {"stream": True}, headers=ALICE,
+    with web.stream("POST", rig.url + COMPLETIONS, json=SLOW | {"stream": True}, headers=ALICE,
                       timeout=20) as response:  # fmt: skip
         lines = response.iter_lines()
         name = json.loads(next(lines).removeprefix("data: "))["id"]

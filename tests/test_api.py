@@ -13,6 +13,7 @@ import pytest
 
 from kvferry.kvstore.keys import chain, root_key, unpack_tokens
 from kvferry.kvstore.wire import Load
+from kvferry.tests import web
 from kvferry.tests.gateway_rig import (
     BYTE,
     EOS,
@@ -162,7 +163,7 @@ def test_a_reply_that_the_client_stopped_is_remembered(rig: Rig) -> None:
     rig.decode.does.pace = 0.02
     body = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
     body |= {"kvferry_force_ids": [*BROKEN, *ids_of("x" * 200)]}
-    with httpx.stream("POST", rig.url + CHAT, json=body, timeout=20) as response:
+    with web.stream("POST", rig.url + CHAT, json=body, timeout=20) as response:
         for line in response.iter_lines():
             if "x" in text_of([json.loads(line[6:])] if line.startswith("data: {") else []):
                 break
@@ -303,7 +304,7 @@ def test_clients_that_split_lines_at_more_than_line_feeds_lose_nothing(rig: Rig)
     text = "".join(f"{code:x}{chr(code)}" for code in (*range(0x20), 0x7F, 0x85, 0x2028, 0x2029))
     body = {"kvferry_force_ids": [*ids_of(text), EOS], "stream": True, "max_tokens": 200}
     for path, more in ((CHAT, {"messages": MESSAGES}), (COMPLETIONS, {"prompt": "x"})):
-        with httpx.stream("POST", rig.url + path, json=body | more, timeout=20) as response:
+        with web.stream("POST", rig.url + path, json=body | more, timeout=20) as response:
             lines = [line for line in response.iter_lines() if line]
         assert lines.pop() == "data: [DONE]"
         assert text_of([json.loads(line.removeprefix("data: ")) for line in lines]) == text
@@ -369,7 +370,7 @@ def test_silence_is_filled_with_comments(tmp_path: Path) -> None:
     with running(tmp_path / "m", sse_keep_alive_interval=0.05) as rig:
         rig.decode.does.hold = True
         body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
-        with httpx.stream("POST", rig.url + CHAT, json=body, timeout=20) as response:
+        with web.stream("POST", rig.url + CHAT, json=body, timeout=20) as response:
             lines = (line for line in response.iter_lines() if line)
             assert [next(lines), next(lines)] == [": keep-alive"] * 2
             rig.decode.does.hold = False
@@ -433,7 +434,7 @@ def test_prompts_without_meaning(rig: Rig, prompt: object) -> None:
     ],
 )
 def test_bodies(rig: Rig, headers: dict[str, str], content: bytes, status: int) -> None:
-    response = httpx.post(rig.url + CHAT, content=content, headers=headers, timeout=20)
+    response = web.post(rig.url + CHAT, content=content, headers=headers, timeout=20)
     assert response.status_code == status
     assert error_of(response)["type"] == "invalid_request_error"
 
@@ -444,7 +445,7 @@ def test_large_bodies(tmp_path: Path, chunked: bool) -> None:
     with running(tmp_path / "m", max_request_bytes=1000) as rig:
         content = (b"x" * 100 for _ in range(30)) if chunked else b"x" * 3000
         headers = {"content-type": "application/json"}
-        response = httpx.post(rig.url + CHAT, content=content, headers=headers, timeout=20)
+        response = web.post(rig.url + CHAT, content=content, headers=headers, timeout=20)
         assert response.status_code == 413
         assert "1000 bytes" in error_of(response)["message"]
 
@@ -476,7 +477,7 @@ def test_every_path_and_method_answers_json(rig: Rig) -> None:
         ("GET", "/debug/ledger", 401),
         ("GET", "/v1/models/", 404),
     ]:
-        response = httpx.request(method, rig.url + path, timeout=20)
+        response = web.request(method, rig.url + path, timeout=20)
         assert response.status_code == status, path
         error = error_of(response)
         assert (error["type"] == "invalid_request_error") == (status < 500)
@@ -612,7 +613,7 @@ def test_a_client_that_leaves_is_noticed_at_once(rig: Rig, hold: bool, stream: b
 @pytest.mark.C3
 def test_leaving_ends_every_request_of_the_answer(rig: Rig) -> None:
     rig.decode.does.hold = True
-    with httpx.Client(timeout=20) as client, pytest.raises(httpx.ReadTimeout):
+    with web.Client(timeout=20) as client, pytest.raises(httpx.ReadTimeout):
         client.post(rig.url + COMPLETIONS, json={"prompt": ["a", "b", "c"]}, timeout=0.3)
     wait_until(lambda: len(rig.decode.aborts) == 3)
 

@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from kvferry.kernels.standin import write_standin_model
+from kvferry.tests import web
 from kvferry.tests.gateway_rig import Behaviour, FakeDecode, wait_until
 
 COMMAND = (sys.executable, "-P", "-m", "kvferry", "gateway")
@@ -59,14 +60,14 @@ def gateway(folder: Path, *flags: str) -> Iterator[Running]:
 
 @pytest.mark.D5
 def test_a_signal_lets_running_streams_finish(tmp_path: Path) -> None:
-    with gateway(tmp_path / "m") as running, httpx.Client(timeout=20) as client:
+    with gateway(tmp_path / "m") as running, web.Client(timeout=20) as client:
         running.decode.does = Behaviour(pace=0.002)
         with running.stream(client) as response:
             lines = response.iter_lines()
             next(lines)
             running.process.send_signal(signal.SIGTERM)
-            wait_until(lambda: httpx.get(running.url + "/ready").status_code == 503)
-            refused = httpx.post(running.url + "/v1/completions", json={"prompt": "x"})
+            wait_until(lambda: web.get(running.url + "/ready").status_code == 503)
+            refused = web.post(running.url + "/v1/completions", json={"prompt": "x"})
             assert refused.status_code == 503
             assert refused.json()["error"]["code"] == "shutting_down"
             assert refused.headers["connection"] == "close"
@@ -79,7 +80,7 @@ def test_a_signal_lets_running_streams_finish(tmp_path: Path) -> None:
 def test_streams_that_outlast_the_drain_get_one_error(tmp_path: Path, seconds: str) -> None:
     with (
         gateway(tmp_path / "m", f"--shutdown-timeout={seconds}") as running,
-        httpx.Client(timeout=20) as client,
+        web.Client(timeout=20) as client,
     ):
         running.decode.does = Behaviour(pace=0.05)
         with running.stream(client) as response:
@@ -87,7 +88,7 @@ def test_streams_that_outlast_the_drain_get_one_error(tmp_path: Path, seconds: s
             next(lines)
             running.process.send_signal(signal.SIGTERM)
             if seconds == "60":
-                wait_until(lambda: httpx.get(running.url + "/ready").status_code == 503)
+                wait_until(lambda: web.get(running.url + "/ready").status_code == 503)
                 running.process.send_signal(signal.SIGTERM)
             got = []
             with pytest.raises(httpx.RemoteProtocolError):

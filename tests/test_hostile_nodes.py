@@ -38,6 +38,7 @@ from kvferry.kvstore.wire import (
 )
 from kvferry.kvstore.wire import PromptSources as Sources
 from kvferry.kvstore.wire import Stages as StageTimes
+from kvferry.tests import web
 from kvferry.tests.gateway_rig import EOS, FakeDecode, Rig, ids_of, running, wait_until
 from kvferry.tests.wire_fuzz import Fuzz
 
@@ -79,7 +80,7 @@ def events_of(rig: Rig) -> list[str]:
     found: list[str] = []
     with (
         suppress(httpx.RemoteProtocolError),
-        httpx.stream("POST", rig.url + COMPLETIONS, json=body, timeout=20) as response,
+        web.stream("POST", rig.url + COMPLETIONS, json=body, timeout=20) as response,
     ):
         for line in response.iter_lines():
             found += [line] * bool(line)
@@ -363,7 +364,7 @@ def test_a_storm_of_nonsense_changes_no_other_stream(
         def read(text: str) -> None:
             body = {"prompt": "x" * SIZE, "max_tokens": len(text), "stream": True,
                     "kvferry_force_ids": ids_of(text)}  # fmt: skip
-            with httpx.stream("POST", rig.url + COMPLETIONS, json=body, timeout=60) as response:
+            with web.stream("POST", rig.url + COMPLETIONS, json=body, timeout=60) as response:
                 lines = [it[6:] for it in response.iter_lines() if it.startswith("data: ")]
             assert lines[-1] == "[DONE]", lines[-1]
             chunks = [json.loads(line) for line in lines[:-1]]

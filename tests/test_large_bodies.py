@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import orjson
 import pytest
 
@@ -24,6 +23,7 @@ from kvferry.gateway.errors import (
 )
 from kvferry.gateway.reading import INLINE_BYTES, LARGE_BYTES, LARGE_OBJECTS, is_large
 from kvferry.kvstore.keys import unpack_tokens
+from kvferry.tests import web
 from kvferry.tests.gateway_rig import MAX_MODEL_LEN, Behaviour, Rig, ids_of, running, wait_until
 
 CHAT = "/v1/chat/completions"
@@ -63,7 +63,7 @@ class Beside:
         while not self._leave.is_set():
             body = {"prompt": "x", "max_tokens": 500, "ignore_eos": True, "stream": True}
             url = self._rig.url + COMPLETIONS
-            with httpx.stream("POST", url, json=body, timeout=20) as response:
+            with web.stream("POST", url, json=body, timeout=20) as response:
                 for line in response.iter_lines():
                     self.tokens += line.startswith("data: {")
                     if self._leave.is_set():
@@ -98,7 +98,7 @@ def test_a_stream_goes_on_beside_a_huge_body(
     before = len(rig.decode.generates)
     with Beside(rig) as beside:
         tokens = beside.tokens
-        response = httpx.post(rig.url + path, content=body, headers=JSON, timeout=100)
+        response = web.post(rig.url + path, content=body, headers=JSON, timeout=100)
         assert beside.tokens >= tokens + 20
     assert response.status_code == 400
     error = response.json()["error"]
@@ -119,7 +119,7 @@ def test_a_body_over_the_limit_beside_a_stream(rig: Rig, announced: bool) -> Non
     headers = JSON | ({"content-length": str(size)} if announced else {})
     with Beside(rig) as beside:
         tokens = beside.tokens
-        response = httpx.post(rig.url + CHAT, content=parts, headers=headers, timeout=60)
+        response = web.post(rig.url + CHAT, content=parts, headers=headers, timeout=60)
         wait_until(lambda: beside.tokens > tokens)
     assert response.status_code == 413
     error = response.json()["error"]

@@ -192,7 +192,7 @@ def test_loading_is_quiet(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
 
 def test_a_budget_below_one_request_is_refused_with_both_numbers(tmp_path: Path) -> None:
     write_tiny_model(tmp_path, vocab_size=64)
-    with pytest.raises(ModelError, match=r"4MiB.*2MiB"):
+    with pytest.raises(ModelError, match=r"4096\.0KiB.*2048\.0KiB"):
         load_engine(
             tmp_path,
             dtype="auto",

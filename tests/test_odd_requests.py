@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvferry.tests import web
 from kvferry.tests.gateway_rig import EOS, Behaviour, Rig, ids_of, running, wait_until
 from kvferry.tests.test_api import CHAT, COMPLETIONS, error_of
 
@@ -33,7 +34,7 @@ def rig(shared: Rig) -> Iterator[Rig]:
 
 
 def post(rig: Rig, path: str, content: bytes) -> httpx.Response:
-    return httpx.post(rig.url + path, content=content, headers=JSON, timeout=60)
+    return web.post(rig.url + path, content=content, headers=JSON, timeout=60)
 
 
 def chat_with(value: str) -> bytes:
@@ -196,12 +197,12 @@ def test_what_broke_engines_elsewhere_is_a_400(
 @pytest.mark.parametrize("method", ["GET", "HEAD", "OPTIONS", "PUT", "PATCH", "DELETE", "TRACE"])
 def test_every_method_of_every_path_answers_json(rig: Rig, method: str) -> None:
     for path in ("/nowhere", "/v1/v1/chat/completions", "/v1/%00", "/%ff", "//", "/v1/models/a/b"):
-        response = httpx.request(method, rig.url + path, timeout=20)
+        response = web.request(method, rig.url + path, timeout=20)
         known = path.startswith("/v1/models/") and method not in ("GET", "HEAD")
         assert response.status_code == (405 if known else 404), path
         check_json(method, response)
     for path in (CHAT, "/tokenize", "/v1/responses", "/v1/embeddings"):
-        response = httpx.request(method, rig.url + path, timeout=20)
+        response = web.request(method, rig.url + path, timeout=20)
         assert (response.status_code, response.headers["allow"]) == (405, "POST")
         check_json(method, response)
 

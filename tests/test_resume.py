@@ -26,6 +26,7 @@ from kvferry.kvstore.wire import (
     StepOutput,
     Stop,
 )
+from kvferry.tests import web
 from kvferry.tests.gateway_rig import EOS, FakeDecode, Rig, ids_of, running, wait_until
 
 COMPLETIONS = "/v1/completions"
@@ -88,7 +89,7 @@ def stream(rig: Rig, **body: Any) -> list[str]:
     request = {"prompt": "x" * 40, "max_tokens": 50, "stream": True} | body
     found: list[str] = []
     with (
-        httpx.Client(timeout=20) as client,
+        web.Client(timeout=20) as client,
         client.stream("POST", rig.url + COMPLETIONS, json=request) as response,
     ):
         try:
@@ -317,7 +318,7 @@ def test_a_lost_stop_or_abort_is_said_again(tmp_path: Path) -> None:
         assert answer(rig, **body)["choices"][0]["text"] == "x"
         assert [stop.kept for stop in only.stops] == [2]
         only.does.ignores = once(lambda message: isinstance(message, Abort))
-        with httpx.Client() as client, pytest.raises(httpx.ReadTimeout):
+        with web.Client() as client, pytest.raises(httpx.ReadTimeout):
             client.post(
                 rig.url + COMPLETIONS, json=body | {"prompt": "a", "stop": None}, timeout=0.3
             )

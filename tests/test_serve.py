@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from kvferry.kernels.standin import StandinConfig, standin_reply, write_standin_model
+from kvferry.tests import web
 from kvferry.tests.gateway_rig import wait_until
 from kvferry.tests.served import Served
 
@@ -366,7 +367,7 @@ class Following:
 
     def _read(self) -> None:
         try:
-            with httpx.stream("POST", self._url, json=self._body, timeout=60) as response:
+            with web.stream("POST", self._url, json=self._body, timeout=60) as response:
                 for line in response.iter_lines():
                     self.lines += [line] if line else []
         except httpx.TransportError:
@@ -400,7 +401,7 @@ def test_a_stop_leaves_nothing_behind(
     wait_until(lambda: all(len(it.lines) >= 3 for it in streams), 20)
     served.process.send_signal(signal.SIGTERM)
     if end == "second-signal":
-        wait_until(lambda: httpx.get(served.url + "/ready").status_code == 503)
+        wait_until(lambda: web.get(served.url + "/ready").status_code == 503)
         served.process.send_signal(signal.SIGTERM)
     for it in streams:
         it.thread.join(30)

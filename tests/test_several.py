@@ -16,10 +16,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from kvferry.kernels.standin import standin_reply
+from kvferry.tests import web
 from kvferry.tests.gateway_rig import wait_until
 from kvferry.tests.served import Served
 from kvferry.tests.streams import ADMIN, Stream, at_once, hold, idle, ledger, prompt_of, serving
@@ -126,7 +126,7 @@ def test_fifty_at_once_compute_a_shared_prefix_once(tmp_path: Path, nodes: int) 
         def ask(prompt: list[int]) -> None:
             body = {"prompt": prompt, "max_tokens": 3, "temperature": 0, "ignore_eos": True,
                     "return_token_ids": True}  # fmt: skip
-            answer = httpx.post(served.url + "/v1/completions", json=body, timeout=60).json()
+            answer = web.post(served.url + "/v1/completions", json=body, timeout=60).json()
             assert answer["choices"][0]["token_ids"] == standin_reply(prompt, config, 3)
             answers.append(answer)
 
@@ -166,7 +166,7 @@ def test_what_was_preempted_answers_as_if_it_had_run_alone(tmp_path: Path) -> No
         ]  # fmt: skip
 
         def ask(body: dict[str, Any]) -> dict[str, Any]:
-            answer = httpx.post(served.url + "/v1/completions", json=body, timeout=60).json()
+            answer = web.post(served.url + "/v1/completions", json=body, timeout=60).json()
             return {name: answer[name] for name in ("choices", "usage")}
 
         with ThreadPoolExecutor(16) as pool:
@@ -203,7 +203,7 @@ def test_a_full_queue_refuses_at_once(tmp_path: Path) -> None:
         def ask(seed: int) -> None:
             begun = time.monotonic()
             body = {"prompt": prompt_of(300, seed), "max_tokens": 10, "temperature": 0}
-            response = httpx.post(served.url + "/v1/completions", json=body, timeout=120)
+            response = web.post(served.url + "/v1/completions", json=body, timeout=120)
             took = time.monotonic() - begun
             statuses.append((response.status_code, took))
             if response.status_code == 503:

