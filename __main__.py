@@ -16,6 +16,7 @@ _ROLES = {
     "prefill": ("kvferry.prefill_node.node_main", "a node that computes prompts"),
     "decode": ("kvferry.decode_node.node_main", "a node that generates tokens"),
     "store": ("kvferry.kvstore.store_main", "keeps KV blocks in shared memory and on disk"),
+    "cache": ("kvferry.gateway.cache_main", "shows, keeps and clears what a running server has"),
     "keys": ("kvferry.kvstore.curve_main", "makes keys for connections between hosts"),
 }
 

@@ -88,7 +88,7 @@ def machine_lines(machine: Machine) -> list[str]:
 def _describe(arrangement: Arrangement) -> str:
     if arrangement.url:
         return f"* *{arrangement.name}*: {arrangement.url}"
-    return f"* *{arrangement.name}*: `kvferry serve {' '.join(arrangement.flags)}`"
+    return f"* *{arrangement.name}*: `kvferry serve {' '.join(arrangement.told)}`"
 
 
 def _verdicts(verdicts: Sequence[Verdict]) -> list[str]:

@@ -44,6 +44,12 @@ class Arrangement:
     flags: tuple[str, ...] = ()
     url: str = ""
 
+    @property
+    def told(self) -> tuple[str, ...]:
+        """All flags. Without a store, unless they size one: what must be cold is cold then."""
+        sized = any(flag.startswith("--store-ram") for flag in self.flags)
+        return self.flags if sized else (*self.flags, "--store-ram=0")
+
 
 class Server:
     """A server that is ready."""
@@ -113,7 +119,7 @@ def _start(
         os.sched_setaffinity(0, cores)
 
     # -P: whatever the current folder holds, it is not imported.
-    command = [sys.executable, "-P", "-m", "kvferry", "serve", "--port=0", *arrangement.flags]
+    command = [sys.executable, "-P", "-m", "kvferry", "serve", "--port=0", *arrangement.told]
     return subprocess.Popen(
         command,
         env=without_settings(os.environ),

@@ -1,13 +1,11 @@
-"""The handlers for whoever runs the server: what it is, forgets and lets in, and what ends.
+"""The handlers for whoever runs the server: what it is and lets in, and what ends.
 
 Owns the answers of these paths. Who may ask is decided before a handler is reached: all of it needs
 the operator's key, but for the end of a request by its id, which its own tenant may ask for too.
-Each node answers for itself; this module adds up and names who did not answer.
 """
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Awaitable, Callable
 from importlib import metadata
@@ -18,15 +16,14 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvferry.gateway.cache import identity
 from kvferry.gateway.edge import record_of
-from kvferry.gateway.errors import BadRequest, NotFound, Unavailable
+from kvferry.gateway.errors import BadRequest, NotFound
 from kvferry.gateway.node import Node
 from kvferry.gateway.schemas import decode
 from kvferry.gateway.service import Gateway
 from kvferry.kvstore.settings import shown
-
-RESET_SECONDS = 10.0
-"""What a node gets to answer: it may be in the middle of a step."""
+from kvferry.kvstore.store_figures import by_tier
 
 Body = Callable[[Request], Awaitable[bytes | bytearray]]
 
@@ -64,33 +61,6 @@ class Admin:
             }
         )
 
-    async def reset_prefix_cache(self, request: Request) -> Response:
-        """Every tier of every node that is there forgets what nobody uses.
-
-        Raises
-        ------
-        Unavailable
-            A node that is linked did not answer in time: what it has is not known.
-        """
-        named = self._gateway.nodes.named()
-        linked = [(node, name) for node, name in named if node.welcome is not None]
-        answers = await asyncio.gather(*(node.reset_cache(RESET_SECONDS) for node, _ in linked))
-        silent = [name for (_, name), answer in zip(linked, answers, strict=True) if answer is None]
-        if silent:
-            raise Unavailable(
-                f"Not every cache was reset: no answer from {', '.join(silent)}.",
-                code="engine_unavailable",
-                retry_after=2,
-            )
-        nodes = [
-            _identity(name, node)
-            | {"tiers": {"device": {"evicted": answer.evicted, "held": answer.held}}}
-            for (node, name), answer in zip(linked, answers, strict=True)
-            if answer is not None
-        ]
-        absent = [name for node, name in named if node.welcome is None]
-        return _json({"success": True, "nodes": nodes, "absent": absent})
-
     async def drain(self, request: Request) -> Response:
         """From now on nothing new is let in; what runs goes on."""
         return self._pause(True)
@@ -121,14 +91,12 @@ class Admin:
         return _json({"aborted": count})
 
 
-def _identity(name: str, node: Node) -> dict[str, Any]:
-    return {"name": name, "role": node.role, "address": node.address}
-
-
 def _about(name: str, node: Node) -> dict[str, Any]:
     load = node.load
     figures: dict[str, Any] = {"state": node.state}
-    if load is not None:
+    if load is not None and node.role == "store":
+        figures |= {"tiers": by_tier(load.counters)}
+    elif load is not None:
         figures |= {
             "running": load.running,
             "waiting": load.waiting,
@@ -136,7 +104,7 @@ def _about(name: str, node: Node) -> dict[str, Any]:
             "blocks_cached": load.blocks_cached,
             "blocks_total": load.blocks_total,
         }
-    return _identity(name, node) | figures
+    return identity(name, node) | figures
 
 
 def _json(value: Any) -> Response:

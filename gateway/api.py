@@ -73,11 +73,15 @@ class Api:
 
     async def asking(self, request: Request, shape: Shape, method: str = "") -> Asking:
         """What a request comes to; without `method` a body that names messages is a chat's."""
-        body = await self.body(request)
-        method = method or ("chat" if b'"messages"' in body else "completions")
         tenant = record_of(request).tenant
-        taken: Taken = await self._read(method, body, tenant, shape)
+        taken = await self.taken(await self.body(request), tenant, shape, method)
         return Asking(taken, session_of(request.headers, tenant, *taken.session_names))
+
+    async def taken(self, body: bytearray, tenant: str, shape: Shape, method: str = "") -> Taken:
+        """What a body comes to when that tenant sends it."""
+        method = method or ("chat" if b'"messages"' in body else "completions")
+        taken: Taken = await self._read(method, body, tenant, shape)
+        return taken
 
     async def _read(self, method: str, body: bytearray, *arguments: Any) -> Any:
         """What the body asks for, read where that keeps no stream waiting."""

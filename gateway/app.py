@@ -15,6 +15,7 @@ from starlette.routing import Route
 
 from kvferry.gateway.admin import Admin
 from kvferry.gateway.api import Api, unsupported
+from kvferry.gateway.cache_admin import CacheAdmin
 from kvferry.gateway.edge import Edge, record_of
 from kvferry.gateway.errors import ApiError, from_http, to_response
 from kvferry.gateway.openapi import MISSING
@@ -48,6 +49,7 @@ def build_app(gateway: Gateway) -> Starlette:
 def _routes(gateway: Gateway) -> list[Route]:
     api = Api(gateway)
     admin, render = Admin(gateway, api.body), Render(gateway, api)
+    cache = CacheAdmin(gateway, api)
     return [
         _post("/v1/chat/completions", api.chat_completions),
         _post("/v1/completions", api.completions),
@@ -59,8 +61,14 @@ def _routes(gateway: Gateway) -> list[Route]:
         _post("/v1/abort", admin.abort),
         _post("/abort_request", admin.abort),
         _get("/server_info", admin.server_info),
-        _post("/reset_prefix_cache", admin.reset_prefix_cache),
-        _post("/flush_cache", admin.reset_prefix_cache),
+        _post("/reset_prefix_cache", cache.reset),
+        _post("/flush_cache", cache.reset),
+        _get("/admin/cache/stats", cache.stats),
+        _post("/admin/cache/inspect", cache.inspect),
+        _post("/admin/cache/pin", cache.pin),
+        _post("/admin/cache/unpin", cache.unpin),
+        _post("/admin/cache/prefetch", cache.prefetch),
+        _post("/admin/cache/clear", cache.clear),
         _post("/admin/drain", admin.drain),
         _post("/admin/resume", admin.resume),
         _get("/", api.root),

@@ -22,6 +22,10 @@ class KeyChain:
     def __init__(self, max_bytes: int) -> None:
         self._strides = TenantCache(max_bytes)
 
+    def forget(self, tenant: str) -> None:
+        """Drops what is remembered of a tenant's prompts."""
+        self._strides.forget(tenant)
+
     def keys(self, tenant: str, root: bytes, packed: bytes, block_size: int) -> bytes:
         """Keys of the whole blocks of `packed` ids, concatenated: those of `chain`."""
         size = 4 * block_size * STRIDE_BLOCKS

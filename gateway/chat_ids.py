@@ -167,6 +167,11 @@ class ChatEncoder:
                 name = _reply_name(end.prefix, _name(piece, None))
                 self._replies.put(end.tenant, name, end.ids + ids.tobytes())
 
+    def forget(self, tenant: str) -> None:
+        """Drops a tenant's pieces and replies."""
+        self._segments.forget(tenant)
+        self._replies.forget(tenant)
+
     def _ids(self, reply: Reply, size: int) -> array[int] | None:
         """Ids of the reply's first characters; None where they are not to be had exactly.
 

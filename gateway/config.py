@@ -22,6 +22,9 @@ class GatewayConfig:
     prefill_node: tuple[str, ...] = flag(
         (), "a prefill node, tcp://HOST:PORT; repeatable", metavar="ADDRESS"
     )
+    store_node: tuple[str, ...] = flag(
+        (), "the store of a host, tcp://HOST:PORT; repeatable", metavar="ADDRESS"
+    )
     served_model_name: tuple[str, ...] = flag((), "name in the API; repeatable [the folder's name]")
     api_key: tuple[str, ...] = flag(
         (), "NAME=SECRET or SECRET; repeatable [none: open to all]", metavar="KEY", secret=True

@@ -38,6 +38,8 @@ class FaultsRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
     preempt: int = 0
     """Sequences that a decode node preempts, the youngest first."""
     seed: int = 0
+    store: dict[str, Any] | None = None
+    """Faults of a store's tiers."""
     clear: bool = False
     """Everything as it was."""
 
@@ -60,10 +62,9 @@ async def inject(gateway: Gateway, asked: FaultsRequest) -> dict[str, Any]:
     except ValueError as error:
         raise BadRequest(str(error), param="rules") from error
     if asked.node == GATEWAY:
-        if asked.hold or asked.preempt:
-            raise BadRequest(
-                "The gateway has rules only.", param="hold" if asked.hold else "preempt"
-            )
+        if asked.hold or asked.preempt or asked.store:
+            param = "hold" if asked.hold else "preempt" if asked.preempt else "store"
+            raise BadRequest("The gateway has rules only.", param=param)
         if asked.clear or asked.rules is not None:
             gateway.nodes.inject(FaultInjector(rules, asked.seed) if rules else None)
         return {"gateway": {"rules": len(rules)}, "nodes": []}

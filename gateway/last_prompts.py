@@ -38,3 +38,8 @@ class LastPrompts:
             _, forgotten = self._ids.popitem(last=False)
             self.bytes -= len(forgotten)
         return before
+
+    def forget(self, tenant: str) -> None:
+        """Drops the prompts of all of a tenant's sessions."""
+        for caller in [caller for caller in self._ids if caller[0] == tenant]:
+            self.bytes -= len(self._ids.pop(caller))

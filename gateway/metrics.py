@@ -21,6 +21,7 @@ from kvferry.gateway.metrics_compat import VllmNames
 from kvferry.gateway.node import Node
 from kvferry.gateway.nodes import Nodes
 from kvferry.gateway.report import Report
+from kvferry.gateway.store_metrics import StoreCollector
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +114,7 @@ class Metrics:
             "event_loop_lag_seconds", "By how much the gateway's 50 ms tick came late.", _LAG
         ).labels(model_name)
         registry.register(_NodeCollector(model_name, nodes, waiting))
+        registry.register(StoreCollector(nodes))
         self._compat = CollectorRegistry()
         if compat == "vllm":
             self._compat.register(VllmNames(registry.collect, model_name))
@@ -207,7 +209,7 @@ class _NodeCollector(Collector):
             up.add_metric(names, node.usable and not node.stalled)
             for name, family in counted.items():
                 family.add_metric(names, node.counters[name])
-            if node.load is not None:
+            if node.load is not None and node.role != "store":
                 usage.add_metric(names, node.load.blocks_used / max(1, node.load.blocks_total))
                 cached.add_metric(names, node.load.blocks_cached)
         yield from (up, usage, cached, *counted.values())
@@ -216,6 +218,8 @@ class _NodeCollector(Collector):
         families: dict[str, CounterMetricFamily] = {}
         told_by: dict[str, set[Node]] = {}
         for node in self._nodes:
+            if node.role == "store":  # see `store_metrics`
+                continue
             counters = node.load.counters if node.load is not None else {}
             for stem, value in counters.items():
                 # The wire lets only harmless names through; two of them are told apart by this.

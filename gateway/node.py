@@ -1,4 +1,4 @@
-"""The gateway's link to one decode or prefill node, and what goes over it.
+"""The gateway's link to one node or store, and what goes over it.
 
 Owns one address: its link is made again when its node dies, what the node says of itself is kept,
 and it is told apart as connecting, answering, stalled and gone. Each request's events go to the
@@ -25,6 +25,8 @@ from kvferry.kvstore.sparse_log import SparseLog
 from kvferry.kvstore.wire import (
     Abort,
     AnyMessage,
+    CacheReply,
+    CacheRequest,
     CacheReset,
     DebugReply,
     DebugRequest,
@@ -58,8 +60,8 @@ OFFENCE_SECONDS = 10.0
 """A node that offends so often in this time is given up for as long."""
 SPARE_TOKENS = 64
 NewClient = Callable[[str], Client]
-Role = Literal["decode", "prefill"]
-Answer = DebugReply | CacheReset
+Role = Literal["decode", "prefill", "store"]
+Answer = DebugReply | CacheReset | CacheReply
 """To a question that carries a number."""
 
 
@@ -96,6 +98,11 @@ class Node:
         self._next_question = 1
 
     # -- what it is --------------------------------------------------------------------------------
+
+    @property
+    def title(self) -> str:
+        """For log lines."""
+        return self.role if self.role == "store" else f"{self.role} node"
 
     @property
     def welcome(self) -> Welcome | None:
@@ -205,8 +212,8 @@ class Node:
             self._said.error(
                 "refused",
                 self.address,
-                "%s node %s is not used: its %s is %r, the gateway's is %r",
-                self.role,
+                "%s %s is not used: its %s is %r, the gateway's is %r",
+                self.title,
                 self.address,
                 client.refusal.field,
                 client.refusal.server_value,
@@ -234,15 +241,15 @@ class Node:
         """It said what no node says that works. Never closes the link: it may be being read."""
         now = time.monotonic()
         self.counters["offences"] += 1
-        text = "%s node %s makes no sense: %s"
-        self._said.error("offence", self.address, text, self.role, self.address, what)
+        text = "%s %s makes no sense: %s"
+        self._said.error("offence", self.address, text, self.title, self.address, what)
         self._offences.append(now)
         often = len(self._offences) == MAX_OFFENCES
         self._given_up |= often and self._offences[0] > now - OFFENCE_SECONDS
 
     def _give_up(self, now: float) -> None:
-        text = "%s node %s is not used for %g s: it goes on making no sense"
-        self._said.error("given up", self.address, text, self.role, self.address, OFFENCE_SECONDS)
+        text = "%s %s is not used for %g s: it goes on making no sense"
+        self._said.error("given up", self.address, text, self.title, self.address, OFFENCE_SECONDS)
         self._lost(broken=True)
         self._offences.clear()
         self._retry_at = now + OFFENCE_SECONDS
@@ -253,18 +260,18 @@ class Node:
         """A node that computes announces how long; one that is silent for longer has stalled."""
         limit = max(STALL_SECONDS, STALL_FACTOR * self._predicted)
         if silence > limit + ABANDON_SECONDS:
-            text = "%s node %s does not come back: linking to it anew"
-            self._said.error("gone", self.address, text, self.role, self.address)
+            text = "%s %s does not come back: linking to it anew"
+            self._said.error("gone", self.address, text, self.title, self.address)
             self._lost()
         elif silence > limit and not self.stalled:
             self.stalled = True
             self.counters["stalls"] += 1
-            text = "%s node %s is stalled: silent for %.1f s"
-            self._said.error("stalled", self.address, text, self.role, self.address, silence)
+            text = "%s %s is stalled: silent for %.1f s"
+            self._said.error("stalled", self.address, text, self.title, self.address, silence)
         elif silence <= limit and self.stalled:
             self.stalled = False
-            text = "%s node %s answers again"
-            self._said.info("answers", self.address, text, self.role, self.address)
+            text = "%s %s answers again"
+            self._said.info("answers", self.address, text, self.title, self.address)
 
     def forsake(self) -> None:
         """Takes all requests from a stalled node: they go on elsewhere."""
@@ -273,7 +280,8 @@ class Node:
             request.sink(EngineLost(self.address, stalled=True))
 
     def _inquire(self, now: float) -> None:
-        if not self.keys.synced and self._welcomed and now >= self._resync_at:
+        announces = self.role != "store"  # it has too many keys to say them all
+        if announces and not self.keys.synced and self._welcomed and now >= self._resync_at:
             self._resync(now)
         for number in self.book.due(now):
             self.counters["inquiries"] += 1
@@ -311,7 +319,7 @@ class Node:
     # -- what it says ------------------------------------------------------------------------------
 
     def _take(self, message: AnyMessage) -> None:
-        if not isinstance(message, StepNotice | DebugReply | CacheReset | Running):
+        if not isinstance(message, StepNotice | Answer | Running):
             self._predicted = 0.0  # it says these between steps only
         if isinstance(message, StepOutput):
             self._tokens(message)
@@ -328,7 +336,7 @@ class Node:
             self._predicted = message.predicted_s
         elif isinstance(message, KeyBatch):
             self._keys_changed(message)
-        elif isinstance(message, DebugReply | CacheReset):
+        elif isinstance(message, Answer):
             question = self._asked.pop(message.number, None)
             if question is not None and not question.done():
                 question.set_result(message)
@@ -338,8 +346,8 @@ class Node:
         self.keys.apply(batch, self._capacity)
         if synced and not self.keys.synced:
             self.counters["key_gaps"] += 1
-            text = "%s node %s: a batch of keys was lost"
-            self._said.warning("keys", self.address, text, self.role, self.address)
+            text = "%s %s: a batch of keys was lost"
+            self._said.warning("keys", self.address, text, self.title, self.address)
             self._resync(time.monotonic())
 
     @property
@@ -398,6 +406,21 @@ class Node:
         """Makes the node forget every block that nobody uses; None when it says nothing in time."""
         answer = await self._ask(ResetCache, timeout)
         return answer if isinstance(answer, CacheReset) else None
+
+    async def care(
+        self,
+        action: str,
+        timeout: float,
+        *,
+        tenant: bytes = b"",
+        keys: bytes = b"",
+        seconds: float = 0.0,
+    ) -> bytes | None:
+        """A store's answer to a `CacheRequest`, as JSON; None when it says nothing in time."""
+        answer = await self._ask(
+            lambda number: CacheRequest(number, action, tenant, keys, seconds), timeout
+        )
+        return answer.body if isinstance(answer, CacheReply) else None
 
     async def _ask(self, make: Callable[[int], AnyMessage], timeout: float) -> Answer | None:
         number, self._next_question = self._next_question, self._next_question + 1

@@ -1,4 +1,4 @@
-"""All decode and prefill nodes, judged and compared, and the way of a request to one of them.
+"""All nodes and stores, judged and compared, and the way of a request to a decode node.
 
 Owns who may be used (nodes that differ in what they compute are not), the numbers of requests, and
 the clock that drives the links. A request is sent where the router says; who waits because no
@@ -85,6 +85,7 @@ class Nodes:
         context: zmq.Context[zmq.Socket[bytes]],
         decode: Sequence[str],
         prefill: Sequence[str],
+        stores: Sequence[str],
         hello: Hello,
         incarnation: int,
         on_ready: Callable[[], None],
@@ -96,6 +97,9 @@ class Nodes:
         self._said = said = SparseLog(log)
         self.decode = [Node("decode", address, new_client, said) for address in decode]
         self.prefill = [Node("prefill", address, new_client, said) for address in prefill]
+        self.stores = [Node("store", address, new_client, said) for address in stores]
+        """No request goes there: they are asked for what they keep. A store that is gone only
+        makes prompts cost more."""
         self.shape: Shape | None = None
         """What all usable nodes have in common; known once a decode node has answered."""
         self.lag = 0.0
@@ -113,12 +117,13 @@ class Nodes:
     def __iter__(self) -> Iterator[Node]:
         yield from self.decode
         yield from self.prefill
+        yield from self.stores
 
     def named(self) -> list[tuple[Node, str]]:
         """`decode-0`, `decode-1`, … in the order in which the gateway was told of them."""
         return [
             (node, f"{node.role}-{number}")
-            for group in (self.decode, self.prefill)
+            for group in (self.decode, self.prefill, self.stores)
             for number, node in enumerate(group)
         ]
 
@@ -207,13 +212,17 @@ class Nodes:
 
     def _judge(self) -> None:
         """Compares everybody's fingerprint with that of the first decode node in use."""
+        for store in self.stores:
+            if store.welcome is not None:
+                reason = None if store.welcome.role == "store" else f"a {store.welcome.role} node"
+                self._settle(store, reason)
         if not any(node.usable for node in self.decode):
             welcomes = (node.welcome for node in self.decode)
             found = next((it for it in welcomes if it is not None and it.role == "decode"), None)
             if found is None:
                 return
             self.shape = Shape(found.fingerprint, found.block_size, found.max_model_len)
-        for node in self:
+        for node in (*self.decode, *self.prefill):
             if node.welcome is not None:
                 self._judge_one(node, node.welcome)
 
@@ -227,11 +236,15 @@ class Nodes:
         else:
             ours, theirs = self.shape.fingerprint, welcome.fingerprint
             reason = first_difference(ours, theirs, partial=False)
+        self._settle(node, reason)
+
+    def _settle(self, node: Node, reason: object) -> None:
+        """Whether a node may be used; `reason` says why it may not."""
         if reason is not None:
-            text = "%s node %s is not used: %s"
-            self._said.error("unused", node.address, text, node.role, node.address, reason)
+            text = "%s %s is not used: %s"
+            self._said.error("unused", node.address, text, node.title, node.address, reason)
         elif not node.usable:
-            self._said.info("ready", node.address, "%s node %s is ready", node.role, node.address)
+            self._said.info("ready", node.address, "%s %s is ready", node.title, node.address)
         node.usable = reason is None
 
     # -- requests ----------------------------------------------------------------------------------

@@ -20,6 +20,8 @@ from kvferry.gateway.admin import AbortRequest
 from kvferry.gateway.debug import FaultsRequest
 from kvferry.gateway.parameters import IGNORED, REFUSED, REFUSED_IN_CHATS, REFUSED_IN_COMPLETIONS
 from kvferry.gateway.schemas import (
+    CacheChain,
+    CacheClear,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
@@ -96,6 +98,19 @@ OPERATIONS = (
         Operation("post", path, "Empty the prefix cache", None, shapes.CacheReset, (), (503,))
         for path in ("/reset_prefix_cache", "/flush_cache")
     ),
+    Operation("get", "/admin/cache/stats", "What every node and store keeps", None,
+              shapes.CacheStats),
+    Operation("post", "/admin/cache/inspect", "Where each block of a prompt is: a chat or "
+              "completions request, with the tenant beside it, or keys", CacheChain,
+              shapes.CacheInspection, (), (*BODY, 404, 501, 503)),
+    Operation("post", "/admin/cache/pin", "Keep a prompt's blocks in memory", CacheChain,
+              shapes.Pinned, (), (*BODY, 404, 501, 503)),
+    Operation("post", "/admin/cache/unpin", "Let them go", CacheChain, shapes.Unpinned, (),
+              (*BODY, 404, 501, 503)),
+    Operation("post", "/admin/cache/prefetch", "Read a prompt's blocks from disk to memory",
+              CacheChain, shapes.Prefetched, (), (*BODY, 404, 501, 503)),
+    Operation("post", "/admin/cache/clear", "Forget a tenant's blocks, or all", CacheClear,
+              shapes.CacheReset, (), (*BODY, 503)),
     Operation("post", "/admin/drain", "Take nothing new", None, shapes.Pause),
     Operation("post", "/admin/resume", "Take requests again", None, shapes.Pause),
     Operation("get", "/", "What this is", None, shapes.Name),

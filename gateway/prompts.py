@@ -82,6 +82,11 @@ class PromptMaker:
         if prompt.end is not None:
             self._encoder.remember(prompt.end, reply)
 
+    def forget(self, tenant: str) -> None:
+        """Drops what is remembered of a tenant's prompts and replies."""
+        self._encoder.forget(tenant)
+        self._keys.forget(tenant)
+
     async def chat_text(
         self, conversation: Conversation, tenant: str, salt: str | None = None
     ) -> ChatText:

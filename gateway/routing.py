@@ -49,6 +49,9 @@ class KnownKeys:
     def __len__(self) -> int:
         return len(self._held)
 
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._held
+
     def forget(self) -> None:
         """Another process answers at the node's address."""
         self._number = None

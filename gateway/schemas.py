@@ -32,6 +32,7 @@ Penalty = Annotated[float, _hint(minimum=-2, maximum=2)]
 Repetition = Annotated[float, _hint(exclusiveMinimum=0, maximum=100)]
 Alternatives = Annotated[int, _hint(minimum=0, maximum=20)]
 TokenId = Annotated[int, _hint(minimum=0)]
+BlockKey = Annotated[str, _hint(pattern="^[0-9a-f]{32}$")]
 T = TypeVar("T")
 
 
@@ -204,6 +205,24 @@ class TokenizeRequest(Struct, frozen=True, kw_only=True):
 class DetokenizeRequest(Struct, frozen=True, kw_only=True):
     model: str | None = None
     tokens: list[TokenId]
+
+
+class CacheChain(Struct, frozen=True, kw_only=True):
+    """The blocks of one prompt: the fields of a chat or completions request beside these."""
+
+    tenant: str | None = None
+    """Whose prompt it is: the name of an API key."""
+    keys: list[BlockKey] | None = None
+    """The blocks themselves, from the first one on, in place of a prompt."""
+    ttl: float | None = None
+    """Seconds: how long a pin lasts, or a prefetch may take."""
+
+
+class CacheClear(Struct, frozen=True, kw_only=True):
+    """The body of `POST /admin/cache/clear`."""
+
+    tenant: str | None = None
+    all: bool | None = None
 
 
 # -- decoding --------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
 """What `kvferry serve` can be told, and what follows from it for each role on this host.
 
 Owns the flags of `serve`, the cores and priorities of the roles, and the command line of each. All
-of it is values in, values out: nothing here starts a process, opens a socket or reads a model.
+of it is values in, values out, but for the size of a store that nobody has said: that is looked up.
+Nothing here starts a process, opens a socket or reads a model.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from kvferry.kvstore.settings import (
     to_environ,
     without_settings,
 )
+from kvferry.kvstore.store_defaults import default_disk, default_ram
 
 # The fields of ServeConfig that a role's own config class has too; a test compares them.
 _EVERY_ROLE = (
@@ -42,6 +44,7 @@ PREFILL_FLAGS = (
     "kv_cache_memory_bytes",
     "dtype",
     "block_size",
+    "transfer",
     "enable_debug",
     "enable_test_hooks",
     *_EVERY_ROLE,
@@ -61,6 +64,15 @@ GATEWAY_FLAGS = (
     "enable_debug",
     "enable_test_hooks",
     *_EVERY_ROLE,
+)
+STORE_FLAGS = (
+    "arena_dir",
+    "curve_keys",
+    "shutdown_timeout",
+    "log_level",
+    "log_format",
+    "enable_debug",
+    "enable_test_hooks",
 )
 
 
@@ -98,6 +110,20 @@ class ServeConfig:
     local_prefill: int = flag(
         128, "tokens up to which the decode node prefills by itself", minimum=0, metavar="N"
     )
+    store_ram: Size | None = flag(
+        None,
+        "shared memory for KV blocks; 0: no store [a quarter of what is available, at most 4GiB]",
+    )
+    store_disk: Size | None = flag(
+        None, "most bytes of KV blocks on disk; 0: none [half of what is free, at most 8GiB]"
+    )
+    store_dir: Path | None = flag(
+        None, "where blocks outlive a restart [blocks in --cache-dir]", metavar="DIR"
+    )
+    arena_dir: Path = flag(Path("/dev/shm"), "where the shared memory is made", metavar="DIR")
+    transfer: Literal["auto", "arena", "inline"] = flag(
+        "auto", "how blocks travel on this host: by shared memory or in messages"
+    )
     decode_cores: str | None = flag(None, "cores of decode nodes: 0,2 or 0-3 [the first half]")
     prefill_cores: str | None = flag(None, "cores of prefill nodes, at low priority [all]")
     curve_keys: Path | None = flag(
@@ -131,6 +157,25 @@ class ServeConfig:
     enable_test_hooks: bool = flag(
         False, "serve POST /debug/faults: for tests, never in production"
     )
+
+
+@dataclass(frozen=True, slots=True)
+class StorePlan:
+    """What the store of this host may take."""
+
+    ram: int
+    disk: int
+    folder: Path
+
+
+def plan_store(config: ServeConfig) -> StorePlan | None:
+    """The store's share of this host, looked up where it was not said; None: no store."""
+    folder = (config.store_dir or config.cache_dir / "blocks").absolute()
+    ram = default_ram(config.arena_dir) if config.store_ram is None else config.store_ram
+    if ram == 0:
+        return None
+    disk = default_disk(folder) if config.store_disk is None else config.store_disk
+    return StorePlan(ram, disk, folder)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +255,7 @@ class RoleSpec:
 
     @property
     def role(self) -> str:
-        """`gateway`, `decode` or `prefill`: the name without the number."""
+        """`gateway`, `decode`, `prefill` or `store`: the name without the number."""
         return self.name.partition("-")[0]
 
 
@@ -248,6 +293,20 @@ def role_specs(
         return RoleSpec(name, (*_command(role), model_flag, *told), clean)
 
     return gateway, tuple(node(*one) for one in places)
+
+
+def store_spec(
+    config: ServeConfig, placement: Placement, plan: StorePlan, environ: Mapping[str, str]
+) -> RoleSpec:
+    """The store. It keeps off the decode node's cores, as the gateway does."""
+    told = (
+        f"--store-ram={plan.ram}",
+        f"--store-disk={plan.disk}",
+        f"--store-dir={plan.folder}",
+        f"--cores={format_cores(placement.gateway.cores)}",
+        *to_argv(config, STORE_FLAGS),
+    )
+    return RoleSpec("store", (*_command("store"), *told), without_settings(environ))
 
 
 def _command(role: str) -> tuple[str, ...]:

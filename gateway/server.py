@@ -70,6 +70,7 @@ def serve(
             context,
             config.decode_node,
             config.prefill_node,
+            config.store_node,
             Hello(PROTOCOL, "gateway", {"tokenizer": model.tokenizer_digest}),
             new_incarnation(),
             on_ready=lambda: status.report(ready=True),

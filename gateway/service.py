@@ -156,6 +156,11 @@ class Gateway:
             generation.fail(Aborted(f"The request {name[:128]} was aborted."))
         return len(found)
 
+    def forget(self, tenant: str) -> None:
+        """Drops what is remembered here of a tenant's prompts and replies."""
+        self.prompts.forget(tenant)
+        self.last_prompts.forget(tenant)
+
     def check(self) -> None:
         """Proves that nodes have nothing of a response that is over."""
         runs = {(run.node, run.request) for one in self.open for run in one.runs}

@@ -240,10 +240,69 @@ class ServerInfo(Struct):
     config: dict[str, Any]
 
 
+class Cleared(Struct):
+    evicted: Count
+    """Blocks that were findable and are not any more."""
+    held: Count
+    """Blocks that requests or transfers use: they stay."""
+
+
 class CacheReset(Struct):
     success: bool
+    tiers: dict[str, Cleared]
+    """The sums over all nodes and stores: `device`, `host`, `disk`."""
     nodes: list[dict[str, Any]]
     absent: list[str]
+
+
+class CacheStats(Struct):
+    nodes: list[dict[str, Any]]
+    """Of a store: `tiers`, `gauges`, `counters`, or `error`."""
+
+
+class BlockPlace(Struct):
+    key: str
+    device: list[str]
+    """Nodes that have it."""
+    store: Literal["host", "disk"] | None
+
+
+class CacheSummary(Struct):
+    """Counts of blocks."""
+
+    blocks: Count
+    device: Count
+    host: Count
+    disk: Count
+    missing: Count
+    prefix: Count
+    """Without a gap, from the first one on."""
+
+
+class CacheInspection(Struct):
+    blocks: list[BlockPlace]
+    summary: CacheSummary
+    tenant: str | UnsetType = UNSET
+    tokens: Count | UnsetType = UNSET
+    block_size: Count | UnsetType = UNSET
+
+
+class Pinned(Struct):
+    blocks: Count
+    pinned: Count
+    ttl: float
+
+
+class Unpinned(Struct):
+    blocks: Count
+    unpinned: Count
+
+
+class Prefetched(Struct):
+    blocks: Count
+    host: Count
+    disk: Count
+    missing: Count
 
 
 class Pause(Struct):

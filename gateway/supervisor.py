@@ -3,10 +3,11 @@
 Owns the child processes, their status pipes and the listening HTTP socket, which outlives any
 gateway. Knows nothing of requests or blocks, and never imports a role: it runs command lines.
 
-    bind the port → resolve the model → start the nodes → their addresses → start the gateway
+    bind the port → resolve the model → start the store → its address → start the nodes
+    → their addresses → start the gateway
     → all ready: "serves" → (a role ends: start it again, at its old address)
-    → SIGTERM: the gateway ends, then the nodes
-    → another one: the gateway ends its streams now → a third one: everything is killed
+    → SIGTERM: the gateway ends, then the nodes, then the store, when their blocks are on disk
+    → another one: streams and what is not written are given up → a third one: all are killed
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvferry.gateway.serve_config import RoleSpec, ServeConfig, place, role_specs
+from kvferry.gateway.serve_config import (
+    RoleSpec,
+    ServeConfig,
+    StorePlan,
+    place,
+    plan_store,
+    role_specs,
+    store_spec,
+)
 from kvferry.gateway.supervision import CONFIG_ERROR, Report, ReportReader, Restarts
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.logs import set_up_logging
@@ -32,7 +41,7 @@ from kvferry.kvstore.process import (
     available_cores,
     die_with_parent,
 )
-from kvferry.kvstore.settings import parse
+from kvferry.kvstore.settings import format_size, parse
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +58,7 @@ def run(argv: Sequence[str]) -> int:
         argv,
         os.environ,
         prog="kvferry serve",
-        description="Serves a model: gateway, decode node and prefill node on this host.",
+        description="Serves a model: gateway, decode node, prefill node and store on this host.",
     )
     set_up_logging("serve", config.log_level, config.log_format)
     placement = place(config, available_cores())
@@ -57,6 +66,8 @@ def run(argv: Sequence[str]) -> int:
         model = resolve_model(config.model, config.cache_dir, _log.info)
         content_digest(model.folder, config.cache_dir)  # once here, not once in each node
         gateway, nodes = role_specs(config, placement, model, os.environ)
+        plan = plan_store(config)
+        _tell(plan)
         name = (*config.served_model_name, model.name)[0]
         supervisor = Supervisor(
             gateway,
@@ -64,9 +75,23 @@ def run(argv: Sequence[str]) -> int:
             listener,
             shutdown_timeout=config.shutdown_timeout,
             on_ready=lambda: print(f"kvferry serves {name} at {url(listener)}/v1", flush=True),
+            store=None if plan is None else store_spec(config, placement, plan, os.environ),
         )
         with StopSignal(on_second=supervisor.insist) as stop:
             return supervisor.run(stop)
+
+
+def _tell(plan: StorePlan | None) -> None:
+    if plan is None:
+        _log.info("without a store: blocks live in the nodes' memory only")
+        return
+    ram, disk = (_about(size) for size in (plan.ram, plan.disk))
+    _log.info("the store may take %s of memory, and %s of disk in %s", ram, disk, plan.folder)
+
+
+def _about(size: int) -> str:
+    whole = size >> 20
+    return format_size(whole << 20) if whole else format_size(size)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -106,7 +131,8 @@ class _Role:
 
     @property
     def title(self) -> str:
-        return self.spec.name if self.spec.name == "gateway" else f"{self.spec.name} node"
+        name = self.spec.name
+        return name if name in ("gateway", "store") else f"{name} node"
 
     @property
     def located(self) -> bool:
@@ -155,7 +181,7 @@ def _before_exec(parent: int, cores: frozenset[int] | None) -> None:
 
 
 class Supervisor:
-    """Runs one gateway and its nodes until it is told to stop or one of them cannot work."""
+    """Runs one gateway, its nodes and their store until it is told to stop or one cannot work."""
 
     def __init__(
         self,
@@ -165,10 +191,12 @@ class Supervisor:
         *,
         shutdown_timeout: float,
         on_ready: Callable[[], None],
+        store: RoleSpec | None = None,
     ) -> None:
         self._gateway = _Role(gateway)
         self._nodes = [_Role(spec) for spec in nodes]
-        self._roles = [*self._nodes, self._gateway]
+        self._stores = [_Role(store)] if store is not None else []
+        self._roles = [*self._stores, *self._nodes, self._gateway]
         self._listener = listener
         self._shutdown_timeout = shutdown_timeout
         self._on_ready = on_ready
@@ -190,8 +218,8 @@ class Supervisor:
             A role cannot work as it was told to; all others have been ended.
         """
         self._selector.register(stop, selectors.EVENT_READ, partial(self._stop, stop))
-        for node in self._nodes:
-            self._start(node)
+        for role in self._stores or self._nodes:
+            self._start(role)
         with self._selector:
             while True:
                 for key, _ in self._selector.select(self._timeout()):
@@ -220,8 +248,12 @@ class Supervisor:
     def _start(self, role: _Role) -> None:
         if role is self._gateway:
             fd = self._listener.fileno()
-            at = [f"--{node.spec.role}-node={node.address}" for node in self._nodes]
+            others = [*self._nodes, *self._stores]
+            at = [f"--{other.spec.role}-node={other.address}" for other in others]
             role.start([f"--fd={fd}", *at], [fd])
+        elif role in self._nodes:
+            at = [f"--store={store.address}" for store in self._stores]
+            role.start([f"--listen={role.address}", *at], [])
         else:
             role.start([f"--listen={role.address}"], [])
         self._selector.register(role.pipe, selectors.EVENT_READ, partial(self._hear, role))
@@ -245,10 +277,17 @@ class Supervisor:
             if not self._served and all(role.restarts.ever_ready for role in self._roles):
                 self._served = True
                 self._on_ready()
-        gateway = self._gateway
-        waits = gateway.process is None and gateway.start_at is None and self._ending is None
-        if waits and all(node.located for node in self._nodes):
-            self._start(gateway)
+        self._start_next()
+
+    def _start_next(self) -> None:
+        """Starts those that have waited for the addresses of others."""
+        for role, needs in (
+            *((node, self._stores) for node in self._nodes),
+            (self._gateway, self._nodes),
+        ):
+            waits = role.process is None and role.start_at is None and self._ending is None
+            if waits and all(other.located for other in needs):
+                self._start(role)
 
     # -- ending --------------------------------------------------------------------------------
 
@@ -273,10 +312,18 @@ class Supervisor:
         stop.acknowledge()
         if self._ending is None:
             _log.info("stopping: running requests get up to %g s", self._shutdown_timeout)
-            self._end([self._gateway], self._shutdown_timeout + _GRACE_S, 0)
+            self._end([self._gateway], self._patience, 0)
         elif self._ending == [self._gateway]:
             _log.info("stopping now: running requests are ended")
             self._end([self._gateway], _GRACE_S, 0)
+        elif self._ending == self._stores:
+            _log.info("stopping now: what is not on disk yet is given up")
+            self._end(self._stores, _GRACE_S, 0)
+
+    @property
+    def _patience(self) -> float:
+        """Seconds that a role gets to finish, from now on."""
+        return _GRACE_S if self._insisted else self._shutdown_timeout + _GRACE_S
 
     def _end(self, roles: list[_Role], patience: float, status: int) -> None:
         self._ending, self._status = roles, status or self._status
@@ -293,6 +340,8 @@ class Supervisor:
         waiting = [role for role in self._ending if role.process]
         if not waiting and self._ending == [self._gateway]:
             self._end(self._nodes, _GRACE_S, 0)
+        elif not waiting and self._ending == self._nodes and self._stores:
+            self._end(self._stores, self._patience, 0)
         elif waiting and now >= self._deadline:
             for role in waiting:
                 level = logging.DEBUG if self._status else logging.ERROR

@@ -60,6 +60,13 @@ class TenantCache:
             while self.size > self._max:
                 self._evict()
 
+    def forget(self, tenant: str) -> None:
+        """Drops everything of a tenant."""
+        with self._lock:
+            shelf = self._shelves.pop(tenant, None)
+            if shelf is not None:
+                self.size -= shelf.size
+
     def _evict(self) -> None:
         tenant, shelf = max(self._shelves.items(), key=lambda item: item[1].size)
         _, value = shelf.entries.popitem(last=False)

@@ -98,6 +98,15 @@ class Arena:
     def num_quarantined(self) -> int:
         return len(self._quarantined)
 
+    @property
+    def num_leased(self) -> int:
+        """Slots that somebody reads, findable or not."""
+        return len(self._leases_on)
+
+    @property
+    def num_pinned(self) -> int:
+        return len(self._pins)
+
     def reserved_by(self, owner: Owner) -> int:
         return sum(holder == owner for holder in self._reserved.values())
 

@@ -6,6 +6,7 @@ Owns the directory, its lock and every system call on it; it knows no index and 
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -19,6 +20,7 @@ from kvferry.kvstore.record import ALIGNMENT, HEADER_BYTES, Record, unpack
 
 _NAME = re.compile(r"segment-(\d{10})\.kv")
 LOCK_NAME = "lock"
+"""Locked as long as a store lives. What it holds, a process number, is for people only."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +60,17 @@ class FileSystem:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            holder = _holder(fd)
             os.close(fd)
             if error.errno == errno.EWOULDBLOCK:
                 raise ConfigError(
-                    f"--store-dir {self.folder} is in use by another store: give each its own"
+                    f"--store-dir {self.folder} is in use by another store{holder}: stop that one, "
+                    "choose another --store-dir, or start with --store-disk 0"
                 ) from None
             raise
+        with contextlib.suppress(OSError):  # it can be locked on a read-only disk, but not written
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, b"%d\n" % os.getpid(), 0)
         if self._lock_fd is not None:
             os.close(self._lock_fd)
         self._lock_fd = fd
@@ -203,3 +210,12 @@ class FileSystem:
         if self._lock_fd is not None:
             os.close(self._lock_fd)
             self._lock_fd = None
+
+
+def _holder(fd: int) -> str:
+    """Who wrote its number into a lock file, for an error message."""
+    try:
+        written = os.pread(fd, 20, 0).decode("ascii", "replace").strip()
+    except OSError:
+        return ""
+    return f" (process {written})" if written.isdecimal() else ""

@@ -34,7 +34,7 @@ BATCH_BYTES = 4 << 20
 """Of one write: a read that comes meanwhile waits for no more than that."""
 STARVED_SECONDS = 0.05
 """A batch is written this long after the last one even while reads wait."""
-FIRST_REST_S, LONGEST_REST_S = 0.5, 30.0
+FIRST_REST_S, FAILING_REST_S, LONGEST_REST_S = 0.5, 2.0, 30.0
 PROBE_SECONDS = 2.0
 _OWNER = "disk"
 
@@ -63,6 +63,8 @@ class DiskTier:
         """Blocks being written, by key."""
         self._doomed: set[bytes] = set()
         """Blocks being written that were cleared meanwhile."""
+        self._cleared: set[bytes] = set()
+        """Tenants that were cleared while files of theirs may not have been read yet."""
         self._reads = 0
         self._writes = 0
         self._jobs = 0
@@ -137,6 +139,8 @@ class DiskTier:
         self._doomed.update(
             key for key, (_, record) in self._writing.items() if record.block.tenant == tenant
         )
+        if self.recovering:
+            self._cleared.add(tenant)
         return self.index.clear(tenant)
 
     def clear_all(self) -> int:
@@ -307,6 +311,11 @@ class DiskTier:
 
     def _scan_done(self, job: ScanJob) -> None:
         self.recovering -= 1
+        self._scanned(job)
+        if not self.recovering:
+            self._cleared.clear()
+
+    def _scanned(self, job: ScanJob) -> None:
         if job.scan is None:
             log.warning("cannot read segment %d: %s", job.segment, job.error)
             self.counters["disk_read_errors"] += 1
@@ -317,6 +326,8 @@ class DiskTier:
         self.counters["disk_foreign"] += len(job.scan.records) - found
         self.counters["disk_damaged_header"] += job.scan.damaged
         self.counters["disk_torn"] += job.scan.torn
+        for tenant in self._cleared:
+            self.index.clear(tenant)
 
     def _probe_done(self, job: ProbeJob, now: float) -> None:
         if job.lost:
@@ -344,6 +355,11 @@ class DiskTier:
         if self._jobs or self._dirty or self.index.wants_cleaning:
             return False
         return self.index.cleaning is None
+
+    @property
+    def failing(self) -> bool:
+        """Several writes in a row have failed: waiting for the next one takes long."""
+        return self._rest > FAILING_REST_S
 
     def wants_turn(self, now: float) -> bool:
         """Whether a `step` soon could start something, without any outcome before it."""

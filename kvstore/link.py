@@ -299,7 +299,8 @@ class Client:
             self._said.warning("lost", self.address, "lost %s: %s", self.address, why)
             self.state = LinkState.DEAD
 
-    def close(self) -> None:
+    def close(self, linger_ms: int = 0) -> None:
+        """`linger_ms`: how long what was sent may still be on its way."""
         self.socket.disable_monitor()
         self.monitor.close(0)
-        self.socket.close(0)
+        self.socket.close(linger_ms)

@@ -11,6 +11,7 @@ has been used once may displace only dead records and records that have outlived
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -272,7 +273,7 @@ class SegmentIndex:
         segment = forced or self._coldest()
         if segment is None:
             return None
-        cutoff = -1 if forced else self._cutoff()
+        cutoff = -math.inf if forced else self._cutoff()
         worth = [e for key in segment.keys if self._score(e := self._entries[key]) > cutoff]
         worth.sort(key=self._score, reverse=True)
         room = (self.cap - self.used) // self.span
@@ -411,6 +412,7 @@ class SegmentIndex:
             "live_bytes": len(self._entries) * self.span,
             "records": len(self._entries),
             "segments": len(self._segments),
+            "to_rewrite": len(self._forced),
             "in_flight": sum(segment.busy for segment in self._segments.values()),
         }
 

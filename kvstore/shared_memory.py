@@ -21,6 +21,7 @@ import os
 import secrets
 import struct
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 from kvferry.kvstore.errors import ConfigError, KvferryError
@@ -187,18 +188,43 @@ def _is_locked(fd: int, lane: int) -> bool:
 # -- how much --------------------------------------------------------------------------------------
 
 
-def _what_fits(folder: Path, wanted: int) -> int:
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What an arena may take now, and what it is that sets the limit."""
+
+    limit: str
+    available: int
+    """Bytes, all of it."""
+
+    @property
+    def fits(self) -> int:
+        """Bytes of an arena that leaves something to everybody else."""
+        return (self.available - min(KEPT_FREE, self.available // 4)) // PAGE * PAGE
+
+
+def room_for_arena(folder: Path) -> Room:
+    """The least of free shared memory, available memory and the control group's limit.
+
+    Raises
+    ------
+    ConfigError
+        The folder cannot be used.
+    """
     try:
         disk = os.statvfs(folder)
     except OSError as error:
         raise ConfigError(f"--arena-dir {folder}: {error.strerror}") from error
-    room = {
-        f"free space of {folder}": disk.f_bavail * disk.f_frsize,
-        "available memory": _available_memory(),
-        "the limit of this control group": _cgroup_room(),
-    }
-    what, least = min(room.items(), key=lambda item: item[1])
-    fits = (least - min(KEPT_FREE, least // 4)) // PAGE * PAGE
+    rooms = (
+        Room(f"free space of {folder}", disk.f_bavail * disk.f_frsize),
+        Room("available memory", available_memory()),
+        Room("the limit of this control group", _cgroup_room()),
+    )
+    return min(rooms, key=lambda room: room.available)
+
+
+def _what_fits(folder: Path, wanted: int) -> int:
+    room = room_for_arena(folder)
+    what, least, fits = room.limit, room.available, room.fits
     if wanted <= fits:
         return aligned(wanted)
     if fits < LEAST_BYTES:
@@ -216,7 +242,8 @@ def _what_fits(folder: Path, wanted: int) -> int:
     return fits
 
 
-def _available_memory() -> int:
+def available_memory() -> int:
+    """Bytes that processes may still take without swapping; very many where nobody says."""
     try:
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):

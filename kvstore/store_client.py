@@ -71,6 +71,8 @@ KNOWN_SECONDS = 30.0
 MAX_KNOWN = 1 << 16
 ATTACH_SECONDS = 10.0
 """What a starting node gives its store, which may be reading its disk."""
+LAST_BLOCKS_MS = 1000
+"""What a node that ends gives its last blocks to reach the store."""
 LATE_SECONDS = 1.0
 """Blocks of a fetch that ends by its deadline may still be under way for so long."""
 
@@ -247,16 +249,16 @@ class StoreClient:
         """Lets go of the store; granted slots return to it with the link's end."""
         if self._link is not None:
             self._link.send(GiveBack(tuple(self._stock)))
-            self._lose(self._link, self._clock())
+            self._lose(self._link, self._clock(), LAST_BLOCKS_MS)
         for arena in self._unmapped:
             arena.close()
 
-    def _lose(self, link: Client, now: float) -> None:
+    def _lose(self, link: Client, now: float, linger_ms: int = 0) -> None:
         if link.refusal is not None:
             log.error("the store refuses this node: %s", link.refusal)
         if self._attached is not None:
             self.counters["stores_lost"] += 1
-        link.close()
+        link.close(linger_ms)
         self._link, self._attached, self._asked_to_attach = None, None, False
         self._retry_at = now + RETRY_SECONDS
         self._stock.clear()

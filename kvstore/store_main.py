@@ -16,6 +16,7 @@ from kvferry.kvstore.logs import set_up_logging
 from kvferry.kvstore.process import StatusPipe, StopSignal, apply_cores
 from kvferry.kvstore.settings import parse
 from kvferry.kvstore.store_config import StoreConfig
+from kvferry.kvstore.store_defaults import default_disk, default_ram
 from kvferry.kvstore.store_node import StoreNode
 from kvferry.kvstore.store_space import StoreSizes
 
@@ -29,15 +30,11 @@ def run(argv: Sequence[str]) -> int:
         prog="kvferry store",
         description="Keeps the KV blocks of all nodes of this host, in shared memory and on disk.",
     )
-    if config.store_ram == 0:
-        raise ConfigError("--store-ram 0 turns the store off: there is nothing to start")
-    set_up_logging("store", config.log_level)
+    sizes = _sizes(config)
+    set_up_logging("store", config.log_level, config.log_format)
     apply_cores(config.cores, None, config.nice, spin=False)
     status = StatusPipe(config.status_fd)
     curve = load_keys(config.curve_keys) if config.curve_keys else None
-    sizes = StoreSizes(
-        config.store_ram, config.store_disk, config.store_dir.absolute(), config.arena_dir
-    )
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     try:
         with guarded(context, curve), StopSignal() as stop:
@@ -46,7 +43,22 @@ def run(argv: Sequence[str]) -> int:
             debug = DebugSwitches(config.enable_debug, config.enable_test_hooks)
             with closing(StoreNode(server, sizes, debug=debug)) as node:
                 status.report(ready=True)
-                node.run(stop.fileno(), lambda: stop.requested)
+                node.run(stop.fileno(), lambda: stop.requested, config.shutdown_timeout)
     finally:
         context.destroy(0)
     return 0
+
+
+def _sizes(config: StoreConfig) -> StoreSizes:
+    folder = config.store_dir.absolute()
+    ram, disk = config.store_ram, config.store_disk
+    if ram == 0:
+        raise ConfigError("--store-ram 0 turns the store off: there is nothing to start")
+    if ram is None:
+        ram = default_ram(config.arena_dir)
+        if ram == 0:
+            raise ConfigError(
+                f"there is too little memory, or none to share, at --arena-dir {config.arena_dir}: "
+                "say with --store-ram what it may take"
+            )
+    return StoreSizes(ram, default_disk(folder) if disk is None else disk, folder, config.arena_dir)

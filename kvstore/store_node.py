@@ -29,6 +29,7 @@ from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.keys import checksum, split_keys
 from kvferry.kvstore.router import FromPeer, Peer, Server
 from kvferry.kvstore.shared_memory import SharedMemory
+from kvferry.kvstore.store_figures import GAUGES, by_tier, gauge_names, tier_figures
 from kvferry.kvstore.store_space import Space, StoreSizes, open_files
 from kvferry.kvstore.tiers import Handed
 from kvferry.kvstore.wire import (
@@ -70,6 +71,8 @@ BUSY_POLL_MS, IDLE_POLL_MS = 20, 200
 BURIAL_SECONDS = 0.25
 """How often lost nodes are looked at."""
 DRAIN_SECONDS = 10.0
+LAST_WORDS_MS = 50
+"""With nothing to read for so long, nodes that have ended have been heard to their end."""
 MAX_DEADLINE_S = 3600.0
 MAX_PIN_S = 7 * 86400.0
 
@@ -141,14 +144,26 @@ class StoreNode:
 
     # -- the loop -------------------------------------------------------------------------------
 
-    def run(self, stop_fd: int, stopping: Callable[[], bool]) -> None:
-        """Serves until a stop is asked for; then writes what waits to be written."""
+    def run(
+        self, stop_fd: int, stopping: Callable[[], bool], drain_s: float = DRAIN_SECONDS
+    ) -> None:
+        """Serves until a stop is asked for; then writes what waits to be written.
+
+        Nodes that ended before have said what they had to say: it is read first.
+        """
         while not stopping() and not self._draining:
             self._wait(stop_fd)
             self.turn()
+        began = self._clock()
+        deadline = began + drain_s
+        while self._server.socket.poll(LAST_WORDS_MS) and self._clock() < began + drain_s / 2:
+            self.turn()
         if self.space is not None:
-            deadline = self._clock() + DRAIN_SECONDS
             self.space.drain(lambda: self._clock() > deadline, self._clock)
+            disk = self.space.tiers.disk
+            if disk is not None and disk.unwritten:
+                unwritten = disk.unwritten * disk.index.span
+                log.warning("%d bytes were not written in time: they are lost", unwritten)
 
     def _wait(self, stop_fd: int) -> None:
         poller = zmq.Poller()
@@ -457,19 +472,20 @@ class StoreNode:
         return msgspec.json.encode(answer)
 
     def _cared(self, request: CacheRequest, keys: list[bytes], now: float) -> dict[str, object]:
+        if request.action == "stats":
+            return self._stats()
         if self.space is None:
-            return {"empty": True, "cleared_host": 0, "cleared_disk": self._clear_unopened(request)}
+            return self._cared_unopened(request, keys)
         tiers = self.space.tiers
         match request.action:
-            case "stats":
-                return {**tiers.ledger(), "counters": tiers.figures(), "well": tiers.well}
             case "inspect":
                 return {"tiers": tiers.inspect(keys).decode()}
             case "clear":
                 if request.tenant and len(request.tenant) != 16:
                     raise ValueError(f"a tenant of {len(request.tenant)} bytes; it has 16")
                 cleared = tiers.clear(request.tenant or None)
-                return {"cleared_host": cleared.host, "cleared_disk": cleared.disk}
+                held = tiers.arena.num_leased
+                return {"cleared_host": cleared.host, "cleared_disk": cleared.disk, "held": held}
             case "pin":
                 if not 0 < request.seconds <= MAX_PIN_S:
                     raise ValueError(f"a pin of {request.seconds} s; at most {MAX_PIN_S:g}")
@@ -483,12 +499,38 @@ class StoreNode:
                 return {"tiers": tiers.inspect(keys).decode()}
         raise ValueError(f"no action is called {request.action[:100]!r}")
 
-    def _clear_unopened(self, request: CacheRequest) -> int:
+    def _stats(self) -> dict[str, object]:
+        figures, gauges = self.figures(), gauge_names()
+        ledger = {} if self.space is None else self.space.tiers.ledger()
+        return {
+            **ledger,
+            "tiers": by_tier(figures),
+            "gauges": {name: int(figures.get(name, 0)) for name in GAUGES},
+            "counters": {name: it for name, it in figures.items() if name not in gauges},
+            "well": self.space is None or self.space.tiers.well,
+        }
+
+    def _cared_unopened(self, request: CacheRequest, keys: list[bytes]) -> dict[str, object]:
         """Before the first node has come nothing is indexed, but files may be there."""
-        if request.action != "clear" or request.tenant or self._files is None:
+        match request.action:
+            case "clear":
+                cleared = self._clear_unopened(request)
+                return {"cleared_host": 0, "cleared_disk": cleared, "held": 0}
+            case "inspect" | "prefetch":
+                return {"tiers": "-" * len(keys)}
+            case "pin":
+                return {"pinned": 0}
+            case "unpin":
+                return {"unpinned": 0}
+        raise ValueError(f"no action is called {request.action[:100]!r}")
+
+    def _clear_unopened(self, request: CacheRequest) -> int:
+        if self._files is None:
             return 0
         try:
             numbers = list(self._files.list())
+            if request.tenant and numbers:
+                raise ValueError("no node has come yet, so nobody knows whose the blocks are")
             for number in numbers:
                 self._files.delete(number)
         except OSError as error:
@@ -538,13 +580,10 @@ class StoreNode:
             "frames_stale": self._server.counters.stale,
             "peers_refused": self._server.counters.refused,
         }
+        figures |= tier_figures(self.space, self._sizes.ram, self._sizes.disk)
+        figures["attached_nodes"] = len(self._members)
         if self.space is not None:
-            tiers = self.space.tiers
-            figures |= tiers.figures()
-            figures["quarantined"] = tiers.arena.num_quarantined
-            figures["quarantine_spent"] = float(not tiers.well)
-            if tiers.disk is not None:
-                figures["unwritten_bytes"] = tiers.disk.unwritten * tiers.disk.index.span
+            figures |= self.space.tiers.figures()
         return figures
 
     def ledger(self) -> dict[str, object]:

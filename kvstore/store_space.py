@@ -107,8 +107,11 @@ class Space:
         self.tiers.disk.recover(listed, files.delete)
 
     def drain(self, until: Callable[[], bool], now: Callable[[], float]) -> None:
-        """Writes what waits to be written, as long as `until` is false."""
-        while self.disk is not None and not self.tiers.idle and not until():
+        """Writes what waits to be written, until `until` is true or the disk keeps failing."""
+        tier = self.tiers.disk
+        while self.disk is not None and tier is not None and not self.tiers.idle:
+            if until() or tier.failing:
+                break
             self.disk.wait(0.05)
             for job in self.disk.take_done():
                 self.tiers.disk_done(job, now())

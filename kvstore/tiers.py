@@ -68,6 +68,8 @@ class Tiers:
         """Blocks being read from disk, and the slots they go to."""
         self._unwanted: set[bytes] = set()
         """Blocks being read that were cleared meanwhile."""
+        self._pin_later: dict[bytes, float] = {}
+        """Blocks that are on disk only, and until when they are pinned once they are here."""
         self._held: dict[tuple[Owner, int], Lease] = {}
         """Slots that a writer keeps for a shipment."""
         self._lost: set[Owner] = set()
@@ -215,6 +217,7 @@ class Tiers:
             self.arena.discard(key)
         if key in self._filling:
             self._unwanted.add(key)
+        self._pin_later.pop(key, None)
 
     # -- the disk -------------------------------------------------------------------------------
 
@@ -229,6 +232,9 @@ class Tiers:
         slot = self._filling.pop(block.key)
         if job.ok and block.key not in self._unwanted:
             self.arena.filled(slot, block)
+            until = self._pin_later.pop(block.key, 0.0)
+            if until > now:
+                self.arena.pin([block.key], until, self._most_pinned)
         else:
             self.arena.fill_failed(slot)
         self._unwanted.discard(block.key)
@@ -259,15 +265,36 @@ class Tiers:
             self._unwanted.add(key)
         for key in gone:
             self.arena.discard(key)
+        if tenant is None:
+            self._pin_later.clear()
         return Cleared(len(gone), on_disk)
 
     def pin(self, keys: Sequence[bytes], seconds: float, now: float) -> int:
-        """Keeps blocks in the arena until the time is over; how many were there to be kept."""
-        most = int(PINNED_SHARE * self.arena.num_slots)
-        return self.arena.pin(keys, now + seconds, most)
+        """Keeps blocks in the arena until the time is over; how many of these.
+
+        Those on disk only are kept from when they have been read, which is for somebody else to
+        start: see `prefetch`.
+        """
+        pinned = self.arena.pin(keys, now + seconds, self._most_pinned)
+        self._pin_later = {key: until for key, until in self._pin_later.items() if until > now}
+        room = self._most_pinned - self.arena.num_pinned
+        for key in keys:
+            if key in self.arena or not self._on_disk(key):
+                continue
+            if key not in self._pin_later and len(self._pin_later) >= room:
+                break
+            self._pin_later[key] = max(now + seconds, self._pin_later.get(key, 0.0))
+            pinned += 1
+        return pinned
+
+    @property
+    def _most_pinned(self) -> int:
+        return int(PINNED_SHARE * self.arena.num_slots)
 
     def unpin(self, keys: Sequence[bytes]) -> int:
-        return self.arena.unpin(keys)
+        """How many of these were pinned."""
+        later = sum(self._pin_later.pop(key, None) is not None for key in keys)
+        return later + self.arena.unpin(keys)
 
     # -- peers that go --------------------------------------------------------------------------
 

@@ -30,9 +30,9 @@ class PrefillConfig:
     shutdown_timeout: float = flag(
         30.0, "seconds that running work gets at the end", minimum=0, metavar="S"
     )
-    store: str | None = flag(None, "address of this host's store", metavar="ADDRESS")
+    store: str | None = flag(None, "the store of this host, tcp://HOST:PORT", metavar="ADDRESS")
     transfer: Literal["auto", "arena", "inline"] = flag(
-        "auto", "how blocks reach the store and other nodes of this host: by shared memory or not"
+        "auto", "how blocks travel on one host: by shared memory or in messages"
     )
     curve_keys: Path | None = flag(
         None, "folder of `kvferry keys`: encrypt, and let nobody else connect", metavar="DIR"

@@ -1,7 +1,8 @@
 """A role without any work, for tests of the supervisor: it reports, waits, and ends as told.
 
 `--life`: `serve` (until SIGTERM), `stubborn` (ignores SIGTERM), `config-error`, `crash` (at once),
-`silent` (never reports). Every start appends a line `role pid listen` to the file `--diary`.
+`silent` (never reports). Every start appends a line `role pid listen …` to the file `--diary`, and
+every end that was asked for a line `role-ends pid`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def main() -> int:
     pipe = StatusPipe(known.status_fd)
     with StopSignal() as stop:
         with open(known.diary, "a") as diary:
-            said = known.listen or " ".join(rest)
+            said = " ".join([known.listen, *rest]).strip()
             diary.write(f"{known.role} {os.getpid()} {said}\n")
         if known.life == "config-error":
             pipe.report(error="the sky is 3 m high, but 5 m are needed")
@@ -41,6 +42,8 @@ def main() -> int:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         while not stop.requested or known.life == "stubborn":
             time.sleep(0.01)
+        with open(known.diary, "a") as diary:
+            diary.write(f"{known.role}-ends {os.getpid()} \n")
     return 0
 
 

@@ -73,6 +73,9 @@ class Behaviour:
     """Emit nothing."""
     reject: str = ""
     cached: int = 0
+    """Prompt tokens that its device had; beside them those that a store had."""
+    from_host: int = 0
+    from_disk: int = 0
     split_done: bool = False
     """`Done` only in the step after the last token."""
     deaf: bool = False
@@ -233,8 +236,9 @@ class FakeDecode:
         generate = live.generate
         if len(live.ended) < generate.choices or generate.request not in self._live:
             return
-        size, cached = len(generate.prompt) // 4, self.does.cached
-        sources = PromptSources(device=cached, prefill=size - cached)
+        size, does = len(generate.prompt) // 4, self.does
+        new = size - does.cached - does.from_host - does.from_disk
+        sources = PromptSources(does.cached, does.from_host, does.from_disk, prefill=new)
         done = Done(generate.request, sources, Stages(1, 2, 3, 4, 5, 6), 7, max(live.at), 8, 0, 0)
         self._done[generate.request] = done
         self._send(live.peer, done)
@@ -304,7 +308,13 @@ def running(
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     hello = Hello(PROTOCOL, "gateway", {"tokenizer": model.tokenizer_digest})
     nodes = Nodes(
-        context, config.decode_node, config.prefill_node, hello, new_incarnation(), ready.set
+        context,
+        config.decode_node,
+        config.prefill_node,
+        config.store_node,
+        hello,
+        new_incarnation(),
+        ready.set,
     )
     gateway = Gateway(config, model, nodes)
     server = Server(gateway)

@@ -19,11 +19,14 @@ from kvferry.kernels.standin import MODEL_TYPE
 from kvferry.tests import web
 
 START_S = 120.0
-ROLES = ("gateway", "prefill", "decode")
+ROLES = ("gateway", "prefill", "decode", "store")
 
 
 class Served:
-    """Starts `kvferry serve MODEL --port 0 FLAGS` and waits until it serves."""
+    """Starts `kvferry serve MODEL --port 0 FLAGS` and waits until it serves.
+
+    Without a store, unless a flag says what it may take.
+    """
 
     def __init__(self, model: Path, log: Path, *flags: str, cache_dir: Path | None = None) -> None:
         self.model = model
@@ -32,6 +35,8 @@ class Served:
         extra = [f"--cache-dir={cache_dir}"] if cache_dir else []
         if MODEL_TYPE in (model / "config.json").read_text():
             extra.append("--kv-cache-memory-bytes=16MiB")  # 65,536 of the stand-in's small blocks
+        if not any(flag.startswith("--store-ram") for flag in flags):
+            extra.append("--store-ram=0")
         with log.open("w") as stderr:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "kvferry", "serve", str(model), "--port=0", *extra, *flags],

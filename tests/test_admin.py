@@ -96,7 +96,7 @@ def test_a_reset_reaches_every_node_and_says_what_went(rig: Rig) -> None:
 def test_a_reset_that_a_node_does_not_confirm_is_an_error(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.gateway.admin.RESET_SECONDS", 0.1)
+    monkeypatch.setattr("kvferry.gateway.cache.ANSWER_SECONDS", 0.1)
     rig.decode.does.ignores = lambda message: isinstance(message, ResetCache)
     refused = web.post(rig.url + "/reset_prefix_cache", headers=ADMIN)
     assert code_of(refused) == (503, "engine_unavailable")

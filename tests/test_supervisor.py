@@ -16,18 +16,31 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvferry.gateway import serve_config
-from kvferry.gateway.serve_config import Place, ServeConfig, place, role_specs, shares
+from kvferry.gateway.serve_config import (
+    Place,
+    ServeConfig,
+    StorePlan,
+    place,
+    plan_store,
+    role_specs,
+    shares,
+    store_spec,
+)
 from kvferry.gateway.supervision import Report, ReportReader, Restarts
 from kvferry.gateway.supervisor import bind, url
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.model_files import ModelFiles
+from kvferry.kvstore.shared_memory import room_for_arena
+from kvferry.kvstore.store_defaults import default_disk
 
 LIMIT_S = 20
 FOUR_CORES = frozenset(range(4))
+DEFAULTS = "kvferry.kvstore.store_defaults"
 SERVE = """
 import logging, sys
 from kvferry.gateway.serve_config import RoleSpec
@@ -48,6 +61,7 @@ with bind("127.0.0.1", 0) as listener:
     supervisor = Supervisor(
         spec("gateway"), [spec("decode"), spec("prefill")], listener,
         shutdown_timeout=float(timeout), on_ready=lambda: print("serves", flush=True),
+        store=spec("store") if "store" in lives else None,
     )
     with StopSignal(on_second=supervisor.insist) as stop:
         try:
@@ -82,7 +96,13 @@ class Cluster:
         return self.starts(role)[-1][0]
 
     def pids(self) -> list[int]:
-        return [int(line.split()[1]) for line in self._diary.read_text().splitlines()]
+        lines = [line.split() for line in self._diary.read_text().splitlines()]
+        return [int(pid) for name, pid, *_ in lines if not name.endswith("-ends")]
+
+    def ends(self) -> list[str]:
+        """The roles that have ended as they were asked to, in that order."""
+        names = [line.split()[0] for line in self._diary.read_text().splitlines()]
+        return [name.removesuffix("-ends") for name in names if name.endswith("-ends")]
 
     def wait_ready(self) -> None:
         assert self.process.stdout is not None
@@ -227,6 +247,62 @@ def test_no_orphan_outlives_a_killed_supervisor(start: Start) -> None:
         os.close(fd)
 
 
+def test_a_store_is_started_first_and_everybody_learns_its_address(start: Start) -> None:
+    cluster = start("store=serve")
+    cluster.wait_ready()
+    at = f"=tcp://127.0.0.1:{cluster.pid('store')}"
+    for role in ("decode", "prefill"):
+        ((_, arguments),) = cluster.starts(role)
+        assert arguments == f"tcp://127.0.0.1:0 --store{at}"
+    ((_, arguments),) = cluster.starts("gateway")
+    assert f"--store-node{at}" in arguments
+    assert cluster.pids()[0] == cluster.pid("store")
+
+
+@pytest.mark.D5
+def test_the_store_ends_last_when_nobody_puts_blocks_any_more(start: Start) -> None:
+    cluster = start("store=serve")
+    cluster.wait_ready()
+    cluster.process.send_signal(signal.SIGTERM)
+    assert cluster.end() == 0
+    first, *nodes, last = cluster.ends()
+    assert (first, sorted(nodes), last) == ("gateway", ["decode", "prefill"], "store")
+
+
+def test_a_store_that_dies_comes_back_where_it_was_and_ends_nobody(start: Start) -> None:
+    cluster = start("store=serve")
+    cluster.wait_ready()
+    dead = cluster.pid("store")
+    os.kill(dead, signal.SIGKILL)
+    until(lambda: len(cluster.starts("store")) == 2)
+    assert cluster.starts("store")[-1][1] == f"tcp://127.0.0.1:{dead}"
+    assert len(cluster.pids()) == 5, "the others did not notice"
+    assert "the store ended (SIGKILL): again in 0.1 s" in cluster.log()
+    cluster.process.send_signal(signal.SIGTERM)
+    assert cluster.end() == 0
+
+
+def test_a_second_signal_ends_a_store_that_still_writes(start: Start) -> None:
+    cluster = start("store=stubborn", timeout=3600)
+    cluster.wait_ready()
+    cluster.process.send_signal(signal.SIGTERM)
+    until(lambda: {"gateway", "decode", "prefill"} <= set(cluster.ends()))
+    time.sleep(0.1)
+    assert alive(cluster.pid("store")) and cluster.process.poll() is None
+    cluster.process.send_signal(signal.SIGTERM)
+    assert cluster.end() == 1
+    assert "what is not on disk yet is given up" in cluster.log()
+    assert "the store did not end in time: killed" in cluster.log()
+
+
+def test_a_store_that_cannot_work_is_one_line(start: Start) -> None:
+    cluster = start("store=config-error")
+    assert cluster.end() == 1
+    errors = [line for line in cluster.log().splitlines() if "INFO" not in line]
+    assert errors == ["error: store: the sky is 3 m high, but 5 m are needed"]
+    assert len(cluster.pids()) == 1, "nobody else was started"
+
+
 def kvferry(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-P", "-m", "kvferry", *arguments]
     return subprocess.run(
@@ -252,7 +328,8 @@ def test_a_bad_model_is_one_line() -> None:
 
 def test_real_roles_that_all_refuse_to_start_are_one_line(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "kvferry-standin"}')
-    flags = ["--port=0", "--prefill-nodes=1", "--kv-cache-memory-bytes=1", "--log-level=warning"]
+    flags = ["--port=0", "--prefill-nodes=1", "--kv-cache-memory-bytes=1", "--log-level=warning",
+             "--store-ram=0"]  # fmt: skip
     done = kvferry("serve", str(tmp_path), *flags, XDG_CACHE_HOME=str(tmp_path))
     assert done.returncode == 2
     assert done.stderr.startswith("kvferry serve: error: ") and done.stderr.count("\n") == 1
@@ -347,6 +424,7 @@ def test_each_role_is_told_its_flags_and_no_secret_is_on_a_command_line() -> Non
         ("gateway.config", "GatewayConfig", serve_config.GATEWAY_FLAGS),
         ("decode_node.config", "DecodeConfig", serve_config.DECODE_FLAGS),
         ("prefill_node.config", "PrefillConfig", serve_config.PREFILL_FLAGS),
+        ("kvstore.store_config", "StoreConfig", serve_config.STORE_FLAGS),
     ],
 )
 def test_a_role_is_handed_exactly_the_flags_it_shares_with_serve(
@@ -354,8 +432,65 @@ def test_a_role_is_handed_exactly_the_flags_it_shares_with_serve(
 ) -> None:
     role = getattr(import_module(f"kvferry.{module}"), config_class)
     shared = {item.name for item in fields(role)} & {item.name for item in fields(ServeConfig)}
-    # These two the supervisor states itself, from what it resolved.
-    assert set(handed_on) == shared - {"model", "served_model_name"}
+    # These the supervisor states itself, from what it resolved.
+    stated = {"model", "served_model_name", "store_ram", "store_disk", "store_dir"}
+    assert set(handed_on) == shared - stated
+
+
+def test_the_store_is_told_what_it_may_take(tmp_path: Path) -> None:
+    config = ServeConfig(cache_dir=tmp_path, store_ram=1 << 30, store_disk=0, transfer="inline")
+    plan = plan_store(config)
+    assert plan == StorePlan(1 << 30, 0, tmp_path / "blocks")
+    placement = place(config, FOUR_CORES)
+    spec = store_spec(config, placement, plan, {"KVFERRY_STORE_RAM": "5", "HOME": "/h"})
+    assert spec.role == "store" and spec.environ == {"HOME": "/h"}
+    for text in (f"--store-ram={1 << 30}", "--store-disk=0", f"--store-dir={tmp_path}/blocks"):
+        assert text in spec.command
+    assert "--cores=2-3" in spec.command, "the decode node's cores are its own"
+    assert not any(text.startswith("--transfer") for text in spec.command)
+    _, nodes = role_specs(config, placement, ModelFiles(Path("/models/m"), "m"), {})
+    assert all("--transfer=inline" in node.command for node in nodes)
+    assert plan_store(ServeConfig(store_ram=0)) is None
+    elsewhere = plan_store(ServeConfig(store_ram=1, store_dir=tmp_path / "else"))
+    assert elsewhere is not None and elsewhere.folder == tmp_path / "else"
+
+
+def test_a_store_by_default_takes_no_more_than_the_host_can_spare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{DEFAULTS}.available_memory", lambda: 2 << 30)
+    fits: dict[str, int] = {"fits": 8 << 30}
+    monkeypatch.setattr(f"{DEFAULTS}.room_for_arena", lambda folder: SimpleNamespace(**fits))
+    config = ServeConfig(cache_dir=tmp_path, arena_dir=tmp_path)
+
+    def ram() -> int:
+        plan = plan_store(config)
+        return 0 if plan is None else plan.ram
+
+    assert ram() == 512 << 20, "a quarter of what is available"
+    monkeypatch.setattr(f"{DEFAULTS}.available_memory", lambda: 1 << 50)
+    assert ram() == 4 << 30, "the cap"
+    fits["fits"] = 48 << 20
+    assert ram() == 48 << 20, "a small /dev/shm"
+    fits["fits"] = 4 << 20
+    assert ram() == 0, "too small to be of use"
+    monkeypatch.setattr(f"{DEFAULTS}.room_for_arena", room_for_arena)
+    missing = ServeConfig(arena_dir=tmp_path / "missing")
+    assert plan_store(missing) is None
+
+
+def test_the_disk_by_default_leaves_half_of_what_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = SimpleNamespace(f_bavail=10, f_frsize=1 << 20)
+    monkeypatch.setattr(f"{DEFAULTS}.os.statvfs", lambda place: disk)
+    folder = tmp_path / "not" / "there"
+    assert default_disk(folder) == 5 << 20
+    folder.mkdir(parents=True)
+    (folder / "segment-0000000001.kv").write_bytes(bytes(2 << 20))
+    assert default_disk(folder) == 6 << 20, "what is its own counts as free"
+    disk.f_bavail = 1 << 30
+    assert default_disk(folder) == 8 << 30
 
 
 def test_restarts_come_ever_later_until_a_role_was_steady() -> None:

@@ -1,0 +1,49 @@
+"""How large a store is when nobody has said: what this host can spare, within caps.
+
+Owns the two defaults and nothing else. Both are looked up when a process starts and stay as they
+are while it runs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from kvferry.kvstore.errors import ConfigError
+from kvferry.kvstore.shared_memory import PAGE, available_memory, room_for_arena
+
+MOST_RAM = 4 << 30
+LEAST_RAM = 16 << 20
+"""With less to spare there is no store unless somebody asks for one."""
+MOST_DISK = 8 << 30
+SMALL_PART = 4
+"""The arena is no more than one part in so many of what is available."""
+
+
+def default_ram(arena_dir: Path) -> int:
+    """Bytes of the arena: a quarter of the available memory, as far as it fits; 0: no store."""
+    if sys.platform != "linux":
+        return 0
+    try:
+        fits = room_for_arena(arena_dir).fits
+    except ConfigError:
+        return 0
+    size = min(MOST_RAM, fits, available_memory() // SMALL_PART) // PAGE * PAGE
+    return size if size >= LEAST_RAM else 0
+
+
+def default_disk(store_dir: Path) -> int:
+    """Most bytes on disk: half of what is free or already the store's, within the cap.
+
+    0 where that cannot be found out: no disk tier.
+    """
+    place = store_dir
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    try:
+        disk = os.statvfs(place)
+        ours = sum(path.stat().st_size for path in store_dir.glob("segment-*.kv"))
+    except OSError:
+        return 0
+    return min(MOST_DISK, (disk.f_bavail * disk.f_frsize + ours) // 2)
