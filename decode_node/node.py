@@ -30,7 +30,7 @@ from kvferry.kvstore.blocks import BlockPool
 from kvferry.kvstore.debug import DebugDesk, DebugSwitches
 from kvferry.kvstore.keys import matchable_blocks
 from kvferry.kvstore.link import Client
-from kvferry.kvstore.loader import LEAST_PATIENCE_S, Loaded, Loader
+from kvferry.kvstore.loader import LEAST_PATIENCE_S, UNMEASURED_S, Loaded, Loader
 from kvferry.kvstore.router import FromPeer, Server
 from kvferry.kvstore.store_client import StoreClient
 from kvferry.kvstore.watch import StallWatch
@@ -258,7 +258,8 @@ class DecodeNode:
         """What the store has is loaded first, as long as that is quicker than computing it."""
         last = matchable_blocks(len(sequence.tokens), self._block_size) if self._reuse else 0
         first = sequence.computed // self._block_size
-        compute_s = self._prefill_clock.predict((last - first) * self._block_size)
+        tokens = (last - first) * self._block_size
+        compute_s = self._prefill_clock.predict(tokens) or UNMEASURED_S * tokens
         keys, blocks = sequence.keys[:last], sequence.blocks
         if self.loader.begin(sequence, keys, first, blocks, compute_s):
             sequence.phase = Phase.LOADING

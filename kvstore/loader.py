@@ -24,6 +24,8 @@ Owner = TypeVar("Owner")
 
 LEAST_PATIENCE_S = 0.25
 """What a load gets even if computing would take no time."""
+UNMEASURED_S = 0.002
+"""What computing a token is taken to cost before any was computed."""
 MAX_OFFERED = 4096
 """Finished blocks that may wait for the store to have room; what comes then is dropped."""
 PATIENCE = 0.25

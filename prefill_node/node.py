@@ -25,7 +25,7 @@ from kvferry.kvstore.announce import Announcer, NodeState, StepClock
 from kvferry.kvstore.blocks import BlockPool
 from kvferry.kvstore.debug import DebugDesk, DebugSwitches
 from kvferry.kvstore.keys import checksum
-from kvferry.kvstore.loader import LEAST_PATIENCE_S, Loaded, Loader
+from kvferry.kvstore.loader import LEAST_PATIENCE_S, UNMEASURED_S, Loaded, Loader
 from kvferry.kvstore.router import FromPeer, Peer, Server
 from kvferry.kvstore.store_client import StoreClient
 from kvferry.kvstore.watch import StallWatch
@@ -240,7 +240,7 @@ class PrefillNode:
         """The store may have what comes before the blocks that are wanted, and more."""
         first = job.computed // self._engine.spec.block_size
         keys = job.keys if self.scheduler.reuse else []
-        seconds = self._step_clock.predict(job.remaining)
+        seconds = self._step_clock.predict(job.remaining) or UNMEASURED_S * job.remaining
         job.loading = self.loader.begin(job, keys, first, job.blocks, seconds)
         if not job.loading:
             self._accepted(job)
