@@ -521,6 +521,7 @@ class StoreClient:
             if self._link is not None and handed.payload is None:
                 self._link.send(Damaged(key))
         self._cancel(load, "damaged")
+        load._over = "damaged"  # also when the store had sent all of it already
 
     def _tell_taken(self, load: Loading) -> None:
         most = max(1, WINDOW_BYTES // self._block_bytes // 4)
@@ -534,6 +535,8 @@ class StoreClient:
         if self._link is not None and (unread or load.number in self._loads):
             self._link.send(CancelFetch(load.number))
         self._loads.pop(load.number, None)
+        if unread:  # what had been handed out does not count any more
+            load._over = ""
         load._end(reason)
 
     # -- asking ---------------------------------------------------------------------------------

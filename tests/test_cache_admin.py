@@ -186,6 +186,22 @@ def test_stats_metrics_and_the_ledger_know_the_store(rig: Rig, store: Store) -> 
     assert info["tiers"]["host"]["blocks"] == len(keys)
 
 
+@pytest.mark.A6
+def test_damage_that_a_test_hook_makes_is_found_and_counted(rig: Rig, store: Store) -> None:
+    keys = keys_of(rig, prompt=text("damage ", 4), tenant="alice")
+    store.put(keys, "alice")
+    before = store.rig.counters.get("host_damaged", 0)
+    faults = {"node": "store-0", "store": {"damage_host": 1}}
+    told = rig.post("/debug/faults", faults, headers=ADMIN).json()
+    assert "error" not in told["nodes"][0], told
+    load, _ = store.do(lambda: store.rig.load(store.node, keys))
+    assert load.ended == "damaged" and load.taken < len(keys)
+    store.do(store.rig.settle)
+    (kept,) = [row for row in ask_get(rig, "/admin/cache/stats")["nodes"] if "gauges" in row]
+    assert kept["counters"]["host_damaged"] == before + 1
+    assert ask(rig, "inspect", keys=[key.hex() for key in keys])["summary"]["missing"] == 1
+
+
 def ask_get(rig: Rig, path: str) -> dict[str, Any]:
     response = rig.get(path, headers=ADMIN)
     assert response.status_code == 200, response.text
