@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from kvferry.kvstore.errors import ConfigError
-from kvferry.kvstore.shared_memory import PAGE, available_memory, room_for_arena
+from kvferry.kvstore.shared_memory import PAGE, available_memory, remove_leftovers, room_for_arena
 
 MOST_RAM = 4 << 30
 LEAST_RAM = 16 << 20
@@ -25,6 +25,7 @@ def default_ram(arena_dir: Path) -> int:
     """Bytes of the arena: a quarter of the available memory, as far as it fits; 0: no store."""
     if sys.platform != "linux":
         return 0
+    remove_leftovers(arena_dir)  # what a killed store has left would count as taken
     try:
         fits = room_for_arena(arena_dir).fits
     except ConfigError:

@@ -35,7 +35,7 @@ from kvferry.gateway.supervision import Report, ReportReader, Restarts
 from kvferry.gateway.supervisor import bind, url
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.model_files import ModelFiles
-from kvferry.kvstore.shared_memory import room_for_arena
+from kvferry.kvstore.shared_memory import SharedMemory, room_for_arena
 from kvferry.kvstore.store_defaults import default_disk
 
 LIMIT_S = 20
@@ -470,6 +470,9 @@ def test_a_store_by_default_takes_no_more_than_the_host_can_spare(
     assert ram() == 512 << 20, "a quarter of what is available"
     monkeypatch.setattr(f"{DEFAULTS}.available_memory", lambda: 1 << 50)
     assert ram() == 4 << 30, "the cap"
+    left = SharedMemory.create(tmp_path, 1 << 20, 7)
+    left.close()  # as a kill does: the file stays
+    assert ram() == 4 << 30 and not left.path.exists()
     fits["fits"] = 48 << 20
     assert ram() == 48 << 20, "a small /dev/shm"
     fits["fits"] = 4 << 20
