@@ -107,8 +107,8 @@ class Arena:
     def num_pinned(self) -> int:
         return len(self._pins)
 
-    def reserved_by(self, owner: Owner) -> int:
-        return sum(holder == owner for holder in self._reserved.values())
+    def reserved_by(self, owner: Owner) -> set[int]:
+        return {slot for slot, holder in self._reserved.items() if holder == owner}
 
     # -- writing --------------------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class Arena:
         else:
             self._slot_of[block.key] = slot
             self._block_in[slot] = block
-            self.retention.add(block.key, block.parent)
+            self.retention.add(block.key, block.parent, first=block.depth == 0)
         lease = None if hold_until is None else self._lease(owner, slot, hold_until)
         self._settle_withdrawn(slot)
         return lease

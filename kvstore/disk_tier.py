@@ -173,6 +173,7 @@ class DiskTier:
 
     def _write(self) -> None:
         batch: list[Record] = []
+        full = False
         most = min(self._batch, max(1, BATCH_BYTES // self.index.span))
         wall = int(self._wall())
         for _ in range(most):
@@ -181,7 +182,7 @@ class DiskTier:
             key = next(iter(self._dirty))
             placed = self.index.place(self._arena.block(key), self._arena.retention.uses(key), wall)
             if placed is Placed.FULL:
-                self._clean()
+                full = True
                 break
             del self._dirty[key]
             if isinstance(placed, Record):
@@ -193,6 +194,8 @@ class DiskTier:
             payloads = tuple(self._view(self._writing[it.block.key][0].slot) for it in records)
             self._writes += 1
             self._give(WriteJob(records, payloads))
+        if full:  # behind the batch: what is moved lies behind it in the same segment
+            self._clean()
 
     def _hold(self, record: Record) -> None:
         lease = self._arena.lease(_OWNER, record.block.key, FOREVER)

@@ -2,8 +2,9 @@
 
 Owns recency, uses and the shape of the chains; it is pure and knows neither slots nor files.
 
-    leaves first    a block with a resident child stays: a match walks from the root, so a block
-                    whose parent is gone could never be found
+    orphans first   a block without its parent cannot be found: a match walks from the root. So
+                    the end of a prompt that is larger than the tier does not push out its beginning
+    leaves next     a block with a resident child stays
     least recent    among leaves the one with the lowest score goes
     second touch    score = last touch + credit for each use after the first, so that a scan of
                     prompts that are never asked for again does not push out what is shared
@@ -36,6 +37,8 @@ LEAD_SHARE = 0.03
 @dataclass(slots=True)
 class _Entry:
     parent: bytes
+    first: bool
+    """Nothing comes before it in its chain."""
     touched: int
     uses: int
 
@@ -51,7 +54,7 @@ class ChainOrder:
         self._children: dict[bytes, int] = {}
         self._ghosts: OrderedDict[bytes, int] = OrderedDict()
         self._newest: OrderedDict[bytes, None] = OrderedDict()
-        self._heap: list[tuple[int, int, bytes]] = []
+        self._heap: list[tuple[int, bytes]] = []
         self._queued: set[bytes] = set()
         self._clock = 0
 
@@ -85,12 +88,15 @@ class ChainOrder:
                 entry.touched = self._clock
                 entry.uses += 1
 
-    def add(self, key: bytes, parent: bytes) -> None:
-        """A block has become resident."""
+    def add(self, key: bytes, parent: bytes, *, first: bool = False) -> None:
+        """A block has become resident; `first`: it begins its chain."""
         assert key not in self._entries, "a block is resident twice"
         self._clock += 1
-        self._entries[key] = _Entry(parent, self._clock, self._ghosts.pop(key, 0) + 1)
+        self._entries[key] = _Entry(parent, first, self._clock, self._ghosts.pop(key, 0) + 1)
         self._children[parent] = self._children.get(parent, 0) + 1
+        if not first and parent not in self._entries:
+            self._queue(key)
+            return
         self._newest[key] = None
         if len(self._newest) > self._spared:
             self._queue(self._newest.popitem(last=False)[0])
@@ -115,12 +121,12 @@ class ChainOrder:
         skipped: list[bytes] = []
         victim = None
         while self._heap and victim is None:
-            _, touched, key = heapq.heappop(self._heap)
+            score, key = heapq.heappop(self._heap)
             self._queued.discard(key)
             entry = self._entries.get(key)
             if entry is None or key in self._children or key in self._newest:
                 continue
-            if touched != entry.touched:
+            if score != self._score(entry):
                 self._queue(key)
             elif may_go(key):
                 victim = key
@@ -148,10 +154,13 @@ class ChainOrder:
     def _queue(self, key: bytes) -> None:
         if key in self._queued or key in self._children or key in self._newest:
             return
-        entry = self._entries[key]
-        score = entry.touched + self._credit * min(entry.uses - 1, CREDITED_USES)
         self._queued.add(key)
-        heapq.heappush(self._heap, (score, entry.touched, key))
+        heapq.heappush(self._heap, (self._score(self._entries[key]), key))
+
+    def _score(self, entry: _Entry) -> int:
+        if not entry.first and entry.parent not in self._entries:
+            return 0
+        return entry.touched + self._credit * min(entry.uses - 1, CREDITED_USES)
 
     def give_credit(self, credited: bool) -> None:
         """Changes whether uses count, for all blocks at once."""
@@ -195,10 +204,8 @@ class Retention(ChainOrder):
             self.credited = not self.credited
             self.give_credit(self.credited)
         self._trial.touch(keys)
-        parent = b""
-        for key in keys:
-            self._try(key, parent)
-            parent = key
+        for key, parent in zip(keys, [b"", *keys], strict=False):
+            self._try(key, parent, first=not parent)
         for key in reversed(keys):
             self._plain_touch(key)
 
@@ -214,15 +221,15 @@ class Retention(ChainOrder):
         if len(self._plain) > self.capacity:
             self._plain.popitem(last=False)
 
-    def _try(self, key: bytes, parent: bytes) -> None:
+    def _try(self, key: bytes, parent: bytes, first: bool) -> None:
         if key not in self._trial:
             if len(self._trial) >= self.capacity:
                 self._trial.evict(_always)
-            self._trial.add(key, parent)
+            self._trial.add(key, parent, first=first)
 
-    def add(self, key: bytes, parent: bytes) -> None:
-        super().add(key, parent)
-        self._try(key, parent)
+    def add(self, key: bytes, parent: bytes, *, first: bool = False) -> None:
+        super().add(key, parent, first=first)
+        self._try(key, parent, first)
         if key not in self._plain:
             self._plain_touch(key)
 

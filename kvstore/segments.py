@@ -174,6 +174,7 @@ class SegmentIndex:
         if segment is None:
             return
         segment.busy -= 1
+        segment.size = max(segment.size, record.offset + record.span)
         self._clock += 1
         self._enter(record, self._clock, record.uses)
 
@@ -300,6 +301,7 @@ class SegmentIndex:
         segment = self._segments.get(target.segment)
         if segment is not None:
             segment.busy -= 1
+            segment.size = max(segment.size, target.offset + target.span)
         if entry is None or entry.record is not source or segment is None:
             return
         self._segments[source.segment].keys.discard(source.block.key)

@@ -46,6 +46,7 @@ from kvferry.kvstore.wire import (
     FetchEnded,
     GiveBack,
     Granted,
+    Holding,
     Leased,
     Locate,
     Located,
@@ -73,6 +74,8 @@ ATTACH_SECONDS = 10.0
 """What a starting node gives its store, which may be reading its disk."""
 LAST_BLOCKS_MS = 1000
 """What a node that ends gives its last blocks to reach the store."""
+HOLDING_SECONDS = 1.0
+"""Without a slot to write for so long, a node says so: something may have been lost on its way."""
 LATE_SECONDS = 1.0
 """Blocks of a fetch that ends by its deadline may still be under way for so long."""
 
@@ -149,9 +152,6 @@ class Loading:
         """Nothing more is wanted. Harmless when it has ended."""
         self._client._cancel(self, "cancelled")
 
-    def _end(self, reason: str) -> None:
-        self._over = self._over or reason
-
 
 class Asked:
     """A question to the store; `answer` is None until it has come. `lost`: none will."""
@@ -186,6 +186,9 @@ class StoreClient:
         """Arenas of dead stores of which somebody still holds a view."""
         self._stock: deque[int] = deque()
         """Slots that this node may write."""
+        self._grants = 0
+        """The last grant that has come."""
+        self._holding_at = 0.0
         self._loads: dict[int, Loading] = {}
         self._asks: dict[int, Asked] = {}
         self._known: OrderedDict[bytes, float] = OrderedDict()
@@ -242,7 +245,13 @@ class StoreClient:
             self._asked_to_attach = link.send(
                 Attach(self._block_bytes, shared=self._transfer != "inline")
             )
-        for load in [it for it in self._loads.values() if now > it.deadline + LATE_SECONDS]:
+        if self._stock:
+            self._holding_at = now + HOLDING_SECONDS
+        elif self._attached is not None and now >= self._holding_at:
+            self._holding_at = now + HOLDING_SECONDS
+            link.send(Holding(self._grants, ()))
+        late = now - LATE_SECONDS
+        for load in [it for it in self._loads.values() if not it._over and it.deadline < late]:
             self._cancel(load, "deadline")
 
     def close(self) -> None:
@@ -262,10 +271,11 @@ class StoreClient:
         self._link, self._attached, self._asked_to_attach = None, None, False
         self._retry_at = now + RETRY_SECONDS
         self._stock.clear()
+        self._grants = 0
         self._known.clear()
         for load in self._loads.values():
             load._handed.clear()
-            load._end("lost")
+            load._over = "lost"
         self._loads.clear()
         for asked in self._asks.values():
             asked.lost = True
@@ -290,20 +300,27 @@ class StoreClient:
         match message:
             case Attached():
                 self._map(message)
-            case Granted(slots):
-                self._stock.extend(slots)
+            case Granted(number, slots):
+                self._granted(number, slots)
             case Leased() | Delivered():
                 self._handed_out(message, payloads, now)
             case FetchEnded(number, reason):
-                load = self._loads.pop(number, None)
+                load = self._loads.get(number)
                 if load is not None:
-                    load._end(reason)
+                    load._over = load._over or reason
+                    self._forget_if_over(load)
             case Located(number, tiers):
                 self._answered(number, tiers.decode())
             case CacheReply(number, body):
                 self._answered(number, msgspec.json.decode(body))
             case _:
                 log.warning("ignored a %s from the store", type(message).__name__)
+
+    def _granted(self, number: int, slots: tuple[int, ...]) -> None:
+        """One that comes late or twice is ignored: its slots may be somebody else's by now."""
+        if number > self._grants:
+            self._grants = number
+            self._stock.extend(slots)
 
     def _map(self, attached: Attached) -> None:
         assert self._link is not None
@@ -474,7 +491,7 @@ class StoreClient:
         window = max(1, WINDOW_BYTES // self._block_bytes)
         wish = Fetch(load.number, b"".join(keys), first, deadline_s, window)
         if self._attached is None or self._link is None or not self._link.send(wish):
-            load._end("no store")
+            load._over = "no store"
             return load
         self._loads[load.number] = load
         return load
@@ -528,16 +545,19 @@ class StoreClient:
         if self._link is not None and (load._untold >= most or not load.ready):
             self._link.send(Taken(load.number, load._untold))
             load._untold = 0
+        self._forget_if_over(load)
+
+    def _forget_if_over(self, load: Loading) -> None:
+        if load.ended:
+            self._loads.pop(load.number, None)
 
     def _cancel(self, load: Loading, reason: str) -> None:
-        unread, load._untold = load.ready, 0
-        load._handed.clear()
-        if self._link is not None and (unread or load.number in self._loads):
-            self._link.send(CancelFetch(load.number))
-        self._loads.pop(load.number, None)
-        if unread:  # what had been handed out does not count any more
-            load._over = ""
-        load._end(reason)
+        load._untold = 0
+        if self._loads.pop(load.number, None) is not None:
+            load._handed.clear()
+            load._over = reason
+            if self._link is not None:
+                self._link.send(CancelFetch(load.number))
 
     # -- asking ---------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import zmq
@@ -48,6 +48,7 @@ from kvferry.kvstore.wire import (
     GiveBack,
     Granted,
     Hello,
+    Holding,
     Leased,
     Load,
     Locate,
@@ -86,7 +87,10 @@ class _Member:
     shared: bool = False
     ready: bool = False
     """It has said how blocks travel: it may be granted slots."""
-    granted: int = 0
+    grants: int = 0
+    """How many times it was granted slots."""
+    slots: dict[int, int] = field(default_factory=dict)
+    """Slots that it may write, and in which grant it got them."""
 
 
 class StoreNode:
@@ -286,12 +290,28 @@ class StoreNode:
             return
         arena = space.tiers.arena
         most = min(GRANTED_BYTES // space.slot_bytes, arena.num_slots // GRANTED_PART)
-        wanted = max(1, most) - member.granted
-        if wanted > max(1, most) // 4 or member.granted == 0:
+        wanted = max(1, most) - len(member.slots)
+        if wanted > max(1, most) // 4 or not member.slots:
             slots = space.tiers.grant(member.peer.identity, wanted)
-            member.granted += len(slots)
             if slots:
-                self._server.send(member.peer, Granted(tuple(slots)))
+                member.grants += 1
+                member.slots |= dict.fromkeys(slots, member.grants)
+                self._server.send(member.peer, Granted(member.grants, tuple(slots)))
+
+    def _holding(self, space: Space, member: _Member, message: Holding) -> None:
+        """A commit was lost on its way: its slots come back. Or a grant: it is sent again."""
+        kept = set(message.slots)
+        for slot, grant in list(member.slots.items()):
+            if grant <= message.number and slot not in kept:
+                self._counters["slots_mislaid"] += 1
+                self._give_back(space, member, slot)
+        for number in range(message.number + 1, member.grants + 1):
+            slots = tuple(slot for slot, grant in member.slots.items() if grant == number)
+            self._server.send(member.peer, Granted(number, slots))
+
+    def _give_back(self, space: Space, member: _Member, slot: int) -> None:
+        if space.tiers.arena.give_back(member.peer.identity, slot):
+            del member.slots[slot]
 
     def _lost(self, peer: Peer) -> None:
         self._early.pop(peer.identity, None)
@@ -343,7 +363,9 @@ class StoreNode:
                     self._mapped(space, member, shared)
                 case GiveBack(slots):
                     for slot in slots:
-                        member.granted -= space.tiers.arena.give_back(owner, slot)
+                        self._give_back(space, member, slot)
+                case Holding():
+                    self._holding(space, member, message)
                 case Commit():
                     self._commit(space, member, message, received.payloads, now)
                 case Release(slots):
@@ -388,7 +410,7 @@ class StoreNode:
                 continue
             owner = member.peer.identity
             if space.tiers.commit(owner, slot, block, hold=message.hold, now=now):
-                member.granted -= 1
+                del member.slots[slot]
 
     def _filled(
         self, space: Space, member: _Member, slot: int, payload: memoryview, total: int
@@ -397,7 +419,7 @@ class StoreNode:
         arena, owner = space.tiers.arena, member.peer.identity
         if len(payload) != space.block_bytes or checksum(payload) != total:
             self._counters["frames_damaged"] += 1
-            member.granted -= arena.give_back(owner, slot)
+            self._give_back(space, member, slot)
             return False
         if arena.holds(owner, slot):
             view = space.view(slot)
@@ -603,9 +625,11 @@ class StoreNode:
         self.space.tiers.check()
         arena = self.space.tiers.arena
         for member in self._members.values():
-            assert arena.reserved_by(member.peer.identity) == member.granted, "grants disagree"
+            held = arena.reserved_by(member.peer.identity)
+            assert held == member.slots.keys(), "grants disagree"
 
     def close(self) -> None:
+        """Ends the disk's thread and takes the arena's name away. A second time does nothing."""
         if self.space is not None:
             self.space.close()
         else:
@@ -614,3 +638,4 @@ class StoreNode:
                 self._memory.close()
             if self._files is not None:
                 self._files.close()
+        self.space = self._memory = self._files = None

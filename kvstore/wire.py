@@ -13,8 +13,8 @@ knows neither sockets nor what a message makes somebody do.
                       DebugReply
     D → P             Hello  Offer  Credit  AbortTransfer  Probe
     P → D             Welcome  Accepted  Declined  Blocks  Lent  Complete  TransferAborted  Progress
-    node → store      Hello  Attach  Mapped  GiveBack  Commit  Release  Locate  Fetch  Taken
-                      CancelFetch  Damaged  CacheRequest
+    node → store      Hello  Attach  Mapped  Holding  GiveBack  Commit  Release  Locate  Fetch
+                      Taken  CancelFetch  Damaged  CacheRequest
     store → node      Welcome  Attached  Granted  Located  Leased  Delivered  FetchEnded  CacheReply
     anyone            Ping  Pong  HelloRequired  Refused  StepNotice
 
@@ -496,6 +496,18 @@ class Mapped(Message, frozen=True, array_like=True, tag=52):
 class Granted(Message, frozen=True, array_like=True, tag=53):
     """Slots that this node alone may write until it commits them or gives them back."""
 
+    number: Count
+    """Counts grants from 1; one that does not come next in order is ignored."""
+    slots: Slots
+
+
+class Holding(Message, frozen=True, array_like=True, tag=68):
+    """Of all slots granted up to `number` the node has these left: it would have more.
+
+    What it has not, it committed, gave back or never heard of.
+    """
+
+    number: Count
     slots: Slots
 
 
@@ -621,8 +633,8 @@ AnyMessage = (
     | DebugRequest | DebugReply
     | Offer | Accepted | Declined | Blocks | Credit | Complete | AbortTransfer | TransferAborted
     | Probe | Progress | Lent
-    | Attach | Attached | Mapped | Granted | GiveBack | Commit | Release | Locate | Located
-    | Fetch | Leased | Delivered | Taken | FetchEnded | CancelFetch | Damaged
+    | Attach | Attached | Mapped | Granted | Holding | GiveBack | Commit | Release
+    | Locate | Located | Fetch | Leased | Delivered | Taken | FetchEnded | CancelFetch | Damaged
     | CacheRequest | CacheReply
 )  # fmt: skip
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 
 import zmq
@@ -88,8 +87,10 @@ class StoreRig:
         self._slots = slots
         self.clients: list[StoreClient] = []
 
-    def client(self, transfer: Transfer = "auto", role: str = "decode") -> StoreClient:
-        """A node that has attached and has slots to write into."""
+    def client(
+        self, transfer: Transfer = "auto", role: str = "decode", *, wait: bool = True
+    ) -> StoreClient:
+        """A node; with `wait` it has attached and has slots to write into."""
         hello = Hello(PROTOCOL, role, self.fingerprint)
         client = StoreClient(
             lambda: Client(self.context, self.server.address, hello, new_incarnation()),
@@ -97,7 +98,8 @@ class StoreRig:
             transfer=transfer,
         )
         self.clients.append(client)
-        self.until(lambda: client.available and client.room > 0)
+        if wait:
+            self.until(lambda: client.available and client.room > 0)
         return client
 
     @property
@@ -159,22 +161,15 @@ class StoreRig:
         while done < len(keys):
             parent = keys[done - 1] if done else b"\0" * 16
             rest = keys[done:]
-            begun = done
-            done += client.put(
-                tenant,
-                parent,
-                done,
-                rest,
-                partial(self._payload, keys, begun),
-            )
+            done += client.put(tenant, parent, done, rest, self._payloads(rest))
             if not wait:
                 break
             if done < len(keys):
                 self.until(lambda: client.room > 0)
         return done - start
 
-    def _payload(self, keys: Sequence[bytes], begun: int, index: int) -> bytes:
-        return payload_of(keys[begun + index], self.block_bytes)
+    def _payloads(self, keys: Sequence[bytes]) -> Callable[[int], bytes]:
+        return lambda index: payload_of(keys[index], self.block_bytes)
 
     def load(
         self, client: StoreClient, keys: Sequence[bytes], *, first: int = 0, seconds: float = 20.0

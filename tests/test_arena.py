@@ -118,7 +118,7 @@ def test_new_blocks_are_not_the_first_victims_even_when_all_others_are_hot() -> 
     hot = [chain_keys(n, 10) for n in range(10)]
     for keys in hot:
         for key, parent in zip(keys, [b"", *keys], strict=False):
-            order.add(key, parent)
+            order.add(key, parent, first=not parent)
     order.give_credit(True)
     for _ in range(5):
         for keys in hot:
@@ -126,7 +126,7 @@ def test_new_blocks_are_not_the_first_victims_even_when_all_others_are_hot() -> 
     order.give_credit(True)
     assert order.evict(lambda key: True) is not None
     new = chain_keys("new", 2)
-    order.add(new[0], b"")
+    order.add(new[0], b"", first=True)
     for _ in range(2):
         victim = order.evict(lambda key: True)
         assert victim is not None and victim not in new
@@ -171,7 +171,7 @@ def test_a_scan_does_not_push_out_what_is_used() -> None:
                 if key not in order:
                     if len(order) >= capacity:
                         order.evict(lambda key: True)
-                    order.add(key, parent)
+                    order.add(key, parent, first=not parent)
         order.check()
     assert order.credited and order.lead > 0
     assert hits > 0.8 * asked  # a plain LRU has none of them: 160 other blocks come between
