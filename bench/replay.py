@@ -68,7 +68,7 @@ def read_trace(path: Path, most: int | None = None) -> Trace:
                 raise ValueError(f"{path}: row {len(rows) + 1}: {error}") from None
             if len(rows) == most:
                 break
-    tokens = max((len(row.hash_ids) and row.input_length / len(row.hash_ids)) for row in rows)
+    tokens = sum(row.input_length for row in rows) / sum(len(row.hash_ids) for row in rows)
     block_tokens = min((it for it in CAPACITIES if it >= tokens), default=max(CAPACITIES))
     keys = [[number.to_bytes(16, "big") for number in row.hash_ids] for row in rows]
     return Trace(path.stem, block_tokens, keys)

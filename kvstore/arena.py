@@ -21,7 +21,7 @@ slot. A read lease does: readers copy first and verify their copy.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from kvferry.kvstore.retention import Retention
@@ -73,6 +73,8 @@ class Arena:
         self._leases_on: dict[int, int] = {}
         self._pins: dict[bytes, float] = {}
         self._next_lease = 1
+        self.is_unwritten: Callable[[bytes], bool] = lambda key: False
+        """Whether a block waits to be written to disk: it goes only when nothing else may."""
         self._evicted: list[Block] = []
 
     # -- looking --------------------------------------------------------------------------------
@@ -123,7 +125,9 @@ class Arena:
     def _take(self) -> int | None:
         if self._free:
             return self._free.pop()
-        key = self.retention.evict(self._may_go)
+        key = self.retention.evict(lambda it: self._may_go(it) and not self.is_unwritten(it))
+        if key is None:
+            key = self.retention.evict(self._may_go)
         if key is None:
             return None
         slot = self._slot_of.pop(key)

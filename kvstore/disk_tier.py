@@ -59,6 +59,7 @@ class DiskTier:
         self._submit = submit
         self._wall = wall
         self._dirty: OrderedDict[bytes, None] = OrderedDict()
+        arena.is_unwritten = self._dirty.__contains__
         self._writing: dict[bytes, tuple[Lease, Record]] = {}
         """Blocks being written, by key."""
         self._doomed: set[bytes] = set()
@@ -81,6 +82,7 @@ class DiskTier:
     def recover(self, files: dict[int, int], delete: Callable[[int], None]) -> None:
         """Starts from the files that are there. Those beyond the cap go first, oldest first."""
         total = sum(files.values())
+        kept = []
         for number, size in files.items():
             if total > self.index.cap:
                 delete(number)
@@ -88,7 +90,9 @@ class DiskTier:
                 self.counters["disk_segments_over_cap"] += 1
                 continue
             self.index.found(number, size)
-            self.recovering += 1
+            kept.append(number)
+        self.recovering = len(kept)
+        for number in reversed(kept):  # what is newest is asked for first
             self._give(ScanJob(number))
 
     # -- blocks ---------------------------------------------------------------------------------

@@ -67,6 +67,7 @@ class Loads:
         lease_s: float,
         on_disk: Callable[[bytes], bool],
         start_read: Callable[[bytes], bool],
+        recovering: Callable[[], bool],
     ) -> None:
         self.active: dict[tuple[Owner, int], Load] = {}
         self._arena = arena
@@ -74,6 +75,8 @@ class Loads:
         self._on_disk = on_disk
         self._start_read = start_read
         """Begins to bring a block into the arena; False when no slot can be had now."""
+        self._recovering = recovering
+        """Whether blocks may be on disk that nobody knows of yet: loads wait for that."""
         self._reading: set[bytes] = set()
 
     def start(self, load: Load) -> bool:
@@ -110,7 +113,7 @@ class Loads:
             elif key in self._reading:
                 load.from_disk.add(index)
             elif not self._on_disk(key):
-                return index
+                return None if self._recovering() else index
             elif self._start_read(key):
                 self._reading.add(key)
                 load.from_disk.add(index)

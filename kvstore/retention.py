@@ -181,32 +181,34 @@ class ChainOrder:
         assert not self._ghosts.keys() & self._entries.keys(), "a resident block is a ghost"
 
 
-class Retention(ChainOrder):
-    """The order of a real tier: credited only while that has proven better than plain LRU."""
+class Duel:
+    """Whether credit does better than none on this traffic, for a tier of `capacity` blocks."""
 
     def __init__(self, capacity: int) -> None:
-        super().__init__(capacity, credited=False)
+        self._margin = max(1, int(capacity * LEAD_SHARE))
         self.lead = 0
         """Prefix hits of the imaginary credited tier less those of the plain one, within bounds."""
         self.credited = False
+        self._capacity = capacity
         self._trial = ChainOrder(capacity, credited=True)
         self._plain: OrderedDict[bytes, None] = OrderedDict()
-        self._margin = max(1, int(capacity * LEAD_SHARE))
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        self._duel(keys)
-        super().touch(keys)
-
-    def _duel(self, keys: Sequence[bytes]) -> None:
+    def asked(self, keys: Sequence[bytes]) -> bool:
+        """A request asks for this chain. Whether the verdict is another one now."""
         lead = self.lead + self._trial.prefix(keys) - self._plain_prefix(keys)
         self.lead = max(-self._margin, min(2 * self._margin, lead))
-        if self.credited != (self.lead > (0 if self.credited else self._margin)):
-            self.credited = not self.credited
-            self.give_credit(self.credited)
         self._trial.touch(keys)
         for key, parent in zip(keys, [b"", *keys], strict=False):
             self._try(key, parent, first=not parent)
         for key in reversed(keys):
+            self._plain_touch(key)
+        before, self.credited = self.credited, self.lead > (0 if self.credited else self._margin)
+        return before != self.credited
+
+    def added(self, key: bytes, parent: bytes, *, first: bool) -> None:
+        """A block was put."""
+        self._try(key, parent, first)
+        if key not in self._plain:
             self._plain_touch(key)
 
     def _plain_prefix(self, keys: Sequence[bytes]) -> int:
@@ -218,20 +220,31 @@ class Retention(ChainOrder):
     def _plain_touch(self, key: bytes) -> None:
         self._plain[key] = None
         self._plain.move_to_end(key)
-        if len(self._plain) > self.capacity:
+        if len(self._plain) > self._capacity:
             self._plain.popitem(last=False)
 
     def _try(self, key: bytes, parent: bytes, first: bool) -> None:
         if key not in self._trial:
-            if len(self._trial) >= self.capacity:
+            if len(self._trial) >= self._capacity:
                 self._trial.evict(_always)
             self._trial.add(key, parent, first=first)
 
+
+class Retention(ChainOrder):
+    """The order of a real tier: credited only while that has proven better than plain LRU."""
+
+    def __init__(self, capacity: int) -> None:
+        super().__init__(capacity, credited=False)
+        self.duel = Duel(capacity)
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        if self.duel.asked(keys):
+            self.give_credit(self.duel.credited)
+        super().touch(keys)
+
     def add(self, key: bytes, parent: bytes, *, first: bool = False) -> None:
         super().add(key, parent, first=first)
-        self._try(key, parent, first)
-        if key not in self._plain:
-            self._plain_touch(key)
+        self.duel.added(key, parent, first=first)
 
 
 def _always(key: bytes) -> bool:

@@ -16,6 +16,7 @@ import random
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import islice
 
 from kvferry.kvstore.arena import Block
 from kvferry.kvstore.record import Record, record_bytes
@@ -23,9 +24,9 @@ from kvferry.kvstore.retention import CREDITED_USES
 
 SEGMENTS_IN_CAP = 64
 MAX_SEGMENT_BYTES = 64 << 20
-OLDEST_LOOKED_AT = 8
-"""How many of the oldest segments are compared when one must be cleaned."""
-COLD_SHARE = 0.15
+LOOKED_AT = 32
+"""Records of a segment that are looked at to judge it."""
+COLD_SHARE = 0.1
 """The part of all live records that a cleaning may drop: those with the lowest scores."""
 SAMPLE = 256
 
@@ -87,7 +88,9 @@ class SegmentIndex:
         self._payload_bytes = payload_bytes
         self._segments: dict[int, Segment] = {}
         self._entries: dict[bytes, _Entry] = {}
-        self._head: Segment | None = None
+        self._heads: dict[bool, Segment] = {}
+        """Where new records go, and where those go that a cleaning has kept: the old ones together,
+        so that what grows cold together can be dropped together."""
         self._next_segment = 1
         self._cleaning: Cleaning | None = None
         self._forced: list[int] = []
@@ -140,12 +143,12 @@ class SegmentIndex:
             if uses < 2 and not self._has_cold():
                 return Placed.NOT_WORTH
             return Placed.FULL
-        return self._append(block, uses, now_s)
+        return self._append(block, uses, now_s, kept=False)
 
-    def _append(self, block: Block, uses: int, now_s: int) -> Record:
-        head = self._head
+    def _append(self, block: Block, uses: int, now_s: int, *, kept: bool) -> Record:
+        head = self._heads.get(kept)
         if head is None or head.sealed or head.size + self.span > self.segment_bytes:
-            head = self._open_segment()
+            head = self._open_segment(kept)
         record = Record(
             self._fingerprint,
             block,
@@ -160,13 +163,18 @@ class SegmentIndex:
         head.tenants.add(block.tenant)
         return record
 
-    def _open_segment(self) -> Segment:
-        if self._head is not None:
-            self._head.sealed = True
-        self._head = Segment(self._next_segment)
-        self._segments[self._next_segment] = self._head
+    def _open_segment(self, kept: bool) -> Segment:
+        if kept in self._heads:
+            self._heads[kept].sealed = True
+        self._heads[kept] = segment = Segment(self._next_segment)
+        self._segments[self._next_segment] = segment
         self._next_segment += 1
-        return self._head
+        return segment
+
+    def _close_head(self, segment: Segment) -> None:
+        """Nothing more is appended to it."""
+        segment.sealed = True
+        self._heads = {kept: it for kept, it in self._heads.items() if it is not segment}
 
     def landed(self, record: Record) -> None:
         """The record is in its file: findable from now on."""
@@ -175,8 +183,12 @@ class SegmentIndex:
             return
         segment.busy -= 1
         segment.size = max(segment.size, record.offset + record.span)
-        self._clock += 1
-        self._enter(record, self._clock, record.uses)
+        above = self._entries.get(record.block.parent)
+        if above is None:
+            self._clock += 1
+        # A little older than its parent: the end of a chain goes before its beginning.
+        touched = self._clock if above is None else above.touched - 1
+        self._enter(record, touched, record.uses)
 
     def _enter(self, record: Record, touched: int, uses: int) -> None:
         old = self._entries.get(record.block.key)
@@ -203,8 +215,7 @@ class SegmentIndex:
         """A file of no bytes is not kept."""
         if segment.size == 0 and segment.busy == 0 and not segment.keys:
             del self._segments[segment.number]
-            if self._head is segment:
-                self._head = None
+            self._close_head(segment)
 
     # -- removing -------------------------------------------------------------------------------
 
@@ -224,8 +235,7 @@ class SegmentIndex:
         segment.size, segment.sealed = size, True
         if size == 0 and (self._cleaning is None or self._cleaning.segment != number):
             del self._segments[number]
-            if self._head is segment:
-                self._head = None
+            self._close_head(segment)
         return len(lost)
 
     def clear(self, tenant: bytes) -> int:
@@ -250,7 +260,8 @@ class SegmentIndex:
         count = len(self._entries)
         self._entries.clear()
         self._segments.clear()
-        self._head = self._cleaning = None
+        self._heads.clear()
+        self._cleaning = None
         self._forced.clear()
         return count
 
@@ -280,12 +291,11 @@ class SegmentIndex:
         room = (self.cap - self.used) // self.span
         if not forced:
             room = min(room, self.segment_bytes // self.span // 2)
-        segment.sealed = True
-        if self._head is segment:
-            self._head = None
+        self._close_head(segment)
         kept = sorted(worth[: max(0, room)], key=lambda entry: entry.record.offset)
         moves = tuple(
-            (entry.record, self._append(entry.record.block, entry.uses, now_s)) for entry in kept
+            (entry.record, self._append(entry.record.block, entry.uses, now_s, kept=True))
+            for entry in kept
         )
         staying = {entry.record.block.key for entry in kept}
         for key in segment.keys - staying:
@@ -343,19 +353,18 @@ class SegmentIndex:
 
     def _coldest(self) -> Segment | None:
         candidates = self._cleanable()
-        if not candidates and self._head is not None and not self._head.busy:
-            candidates = [self._head]
         if not candidates:
-            return None
-        emptiest = min(candidates, key=lambda segment: len(segment.keys))
+            candidates = [it for it in self._segments.values() if not it.busy]
         cutoff = self._cutoff()
-        return min(
-            [emptiest, *candidates[:OLDEST_LOOKED_AT]],
-            key=lambda segment: (self._hot(segment, cutoff) / max(1, segment.size), segment.number),
-        )
+        return min(candidates, key=lambda it: self._coldness(it, cutoff), default=None)
 
-    def _hot(self, segment: Segment, cutoff: int) -> int:
-        return sum(self._score(self._entries[key]) > cutoff for key in segment.keys)
+    def _coldness(self, segment: Segment, cutoff: int) -> tuple[float, float]:
+        """Sort key, coldest first: the share that must be kept, then how recent that is."""
+        keys = list(islice(segment.keys, LOOKED_AT))
+        scores = [self._score(self._entries[key]) for key in keys]
+        hot = sum(score > cutoff for score in scores) / max(1, len(keys))
+        live = len(segment.keys) * self.span / max(1, segment.size)
+        return hot * live, sum(scores) / max(1, len(keys))
 
     def _cutoff(self) -> int:
         """The score below which a record is among the coldest, from a sample."""

@@ -14,6 +14,7 @@ map, and blocks travel inline.
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
 import mmap
@@ -21,6 +22,7 @@ import os
 import secrets
 import struct
 import sys
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +43,8 @@ _FLOCK = struct.Struct("hhqqi4x")
 _F_OFD_GETLK, _F_OFD_SETLK = 36, 37
 _SLOT_BYTES_AT = 16
 STORE_LANE = 0
+_MADV_POPULATE_WRITE = 23
+_PREFAULT_BYTES = 16 << 20
 LEAST_BYTES = 1 << 20
 KEPT_FREE = 64 << 20
 """Memory that the arena leaves to everybody else."""
@@ -65,6 +69,31 @@ class SharedMemory:
         self._fd = fd
         self._map = mmap.mmap(fd, self.size)
         self.view = memoryview(self._map)
+        self._prefaulting: threading.Thread | None = None
+        self._closing = False
+
+    def prefault(self) -> None:
+        """Maps every page in a thread, so that no copy stops at each of them the first time.
+
+        A first touch costs more than copying the page. Where the kernel knows no way to do it
+        (before 5.14) pages are mapped as they are touched.
+        """
+        handle = ctypes.c_char.from_buffer(self._map)
+        address = ctypes.addressof(handle)
+        del handle  # it would keep the mapping from being closed
+        self._prefaulting = threading.Thread(
+            target=self._prefault, args=(address,), name="prefault", daemon=True
+        )
+        self._prefaulting.start()
+
+    def _prefault(self, address: int) -> None:
+        # A foreign call lets other threads of Python run meanwhile, which mmap.madvise does not.
+        madvise = ctypes.CDLL(None).madvise
+        madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+        for start in range(0, self.size, _PREFAULT_BYTES):
+            size = min(_PREFAULT_BYTES, self.size - start)
+            if self._closing or madvise(address + start, size, _MADV_POPULATE_WRITE) != 0:
+                return
 
     @classmethod
     def create(cls, folder: Path, size: int, incarnation: int) -> SharedMemory:
@@ -141,7 +170,13 @@ class SharedMemory:
         return _is_locked(self._fd, lane)
 
     def close(self) -> None:
-        """Unmaps. The lane is free when every view is gone."""
+        """Unmaps. The lane is free when this has succeeded.
+
+        Raises BufferError while a view of a slot is held by somebody; try again then.
+        """
+        self._closing = True
+        if self._prefaulting is not None:
+            self._prefaulting.join()
         self.view.release()
         self._map.close()
         os.close(self._fd)

@@ -338,6 +338,8 @@ class StoreClient:
                 say("blocks travel inline: %s", error)
         if arena is None and self._transfer == "arena":
             return  # not available: inline was not allowed
+        if arena is not None:
+            arena.prefault()
         self._arena, self._attached = arena, attached
         self._link.send(Mapped(arena is not None))
 

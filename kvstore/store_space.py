@@ -62,6 +62,7 @@ class Space:
         self.block_bytes = block_bytes
         self.slot_bytes = aligned(block_bytes)
         self.memory = memory
+        memory.prefault()
         num_slots = memory.divide(self.slot_bytes)
         if num_slots < LEAST_SLOTS:
             raise ConfigError(

@@ -62,7 +62,7 @@ class Tiers:
         self.counters: Counter[str] = Counter()
         self.disk = None if index is None else DiskTier(index, arena, view, submit)
         self.lease_s = lease_s
-        self.loads = Loads(arena, lease_s, self._on_disk, self._start_read)
+        self.loads = Loads(arena, lease_s, self._on_disk, self._start_read, self._recovering)
         self._view = view
         self._filling: dict[bytes, int] = {}
         """Blocks being read from disk, and the slots they go to."""
@@ -133,6 +133,9 @@ class Tiers:
 
     def _on_disk(self, key: bytes) -> bool:
         return self.disk is not None and key in self.disk.index
+
+    def _recovering(self) -> bool:
+        return self.disk is not None and self.disk.recovering > 0
 
     # -- loading --------------------------------------------------------------------------------
 

@@ -173,7 +173,7 @@ def test_a_scan_does_not_push_out_what_is_used() -> None:
                         order.evict(lambda key: True)
                     order.add(key, parent, first=not parent)
         order.check()
-    assert order.credited and order.lead > 0
+    assert order.duel.credited and order.duel.lead > 0
     assert hits > 0.8 * asked  # a plain LRU has none of them: 160 other blocks come between
 
 
