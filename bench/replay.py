@@ -69,7 +69,7 @@ def read_trace(path: Path, most: int | None = None) -> Trace:
             if len(rows) == most:
                 break
     tokens = sum(row.input_length for row in rows) / sum(len(row.hash_ids) for row in rows)
-    block_tokens = min((it for it in CAPACITIES if it >= tokens), default=max(CAPACITIES))
+    block_tokens = min(CAPACITIES, key=lambda it: abs(it - tokens))
     keys = [[number.to_bytes(16, "big") for number in row.hash_ids] for row in rows]
     return Trace(path.stem, block_tokens, keys)
 

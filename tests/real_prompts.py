@@ -8,8 +8,8 @@ from pydoc_data.topics import topics
 
 from tokenizers import Tokenizer
 
-LENGTHS = (5, 9, 16, 17, 33, 50, 64, 100, 127, 128,
-           129, 200, 256, 300, 400, 511, 513, 640, 777, 1000)  # fmt: skip
+LENGTHS = (5, 9, 15, 16, 17, 31, 33, 48, 64,
+           65, 80, 100, 127, 128, 129, 200, 300, 1000)  # fmt: skip
 
 QUESTIONS = (
     "Explain this part of the manual in simple words: ",

@@ -1,6 +1,6 @@
 """What the whole server writes is what transformers writes: real weights, text and processes.
 
-Greedy, float32, 32 new tokens of 20 prompts of 5 to 1,000 tokens (more and longer in
+Greedy, float32, 16 new tokens of 18 prompts of 5 to 1,000 tokens (more and longer in
 `make bench-equality`): alone and in a batch of 16, cold and repeated, with a prefill node and
 without one. A difference counts unless the oracle itself was undecided there.
 """
@@ -19,9 +19,9 @@ from kvferry.tests.real_prompts import real_prompts
 from kvferry.tests.served import Served
 from kvferry.tests.tiny_models import write_tiny_model
 
-NEW = 32
+NEW = 16
 BATCH = 16
-ALONE = range(0, 20, 5)
+ALONE = (7, 16)
 """Prompts that are run one at a time, the others together; `make bench-equality` runs all of them
 both ways."""
 
@@ -101,8 +101,16 @@ def test_real_texts_alone(real: Served, prompts: list[list[int]], judge: Judge) 
     assert with_prefill == [apart and len(prompt) > 128 for prompt in few]
 
 
-def test_the_judge_sees_one_wrong_token(smollm2: Path, prompts: list[list[int]]) -> None:
-    model = load_oracle(smollm2)
+@pytest.fixture(scope="module")
+def tiny(smollm2: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose text changes with nearly every damaged block."""
+    folder = tmp_path_factory.mktemp("tiny") / "tiny-llama"
+    write_tiny_model(folder, tokenizer_from=smollm2)
+    return folder
+
+
+def test_the_judge_sees_one_wrong_token(tiny: Path, prompts: list[list[int]]) -> None:
+    model = load_oracle(tiny)
     judge, prompt = Judge(model), prompts[3]
     text, margins = greedy(model, prompt, 12)
     assert min(margins) > TIE and judge(prompt, text).equal
@@ -113,15 +121,13 @@ def test_the_judge_sees_one_wrong_token(smollm2: Path, prompts: list[list[int]])
 @pytest.mark.B9
 @pytest.mark.parametrize("nodes", [1, 0], ids=["apart", "alone"])
 def test_lengths_around_block_and_chunk(
-    smollm2: Path, tmp_path_factory: pytest.TempPathFactory, nodes: int
+    smollm2: Path, tiny: Path, tmp_path: Path, nodes: int
 ) -> None:
-    """A tiny model whose text changes with nearly every damaged block; cold, repeated, longer."""
-    folder = tmp_path_factory.mktemp("tiny") / "tiny-llama"
-    write_tiny_model(folder, tokenizer_from=smollm2)
+    """Cold, repeated, longer."""
     prompts = real_prompts(smollm2, [length + 1 for length in AROUND])
     cold = [prompt[:-1] for prompt in prompts]
-    judge = Judge(load_oracle(folder))
-    served = Served(folder, folder.parent / "log", f"--prefill-nodes={nodes}")
+    judge = Judge(load_oracle(tiny))
+    served = Served(tiny, tmp_path / "log", f"--prefill-nodes={nodes}")
     try:
         check(judge, cold, together(served, cold, NEW, "b9"), cached=False)
         check(judge, cold, together(served, cold, NEW, "b9"), cached=True)

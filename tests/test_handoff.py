@@ -384,11 +384,12 @@ def test_a_prefill_node_with_a_shorter_limit_declines_longer_prompts() -> None:
 
 
 def test_a_block_larger_than_the_usual_credit_still_travels() -> None:
-    large = replace(STANDIN, kv_bytes_per_token=3 << 20)
-    cluster = Cluster(1, config=large, decode_blocks=16, prefill_blocks=16)
-    answer = cluster.ask(prompt_of(150), max_tokens=2)
-    assert answer.ids() == cluster.reply(prompt_of(150), 2)
-    assert answer.done is not None and answer.done.sources.prefill == 144
+    large = replace(STANDIN, kv_bytes_per_token=(2 << 20) + 4096)  # a block is over 32 MiB
+    limits = replace(DECODE_LIMITS, local_prefill=16)
+    cluster = Cluster(1, config=large, limits=limits, decode_blocks=6, prefill_blocks=6)
+    answer = cluster.ask(prompt_of(40), max_tokens=2)
+    assert answer.ids() == cluster.reply(prompt_of(40), 2)
+    assert answer.done is not None and answer.done.sources.prefill == 32
     cluster.close()
 
 
