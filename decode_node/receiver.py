@@ -182,7 +182,7 @@ class Receiver:
                     completed.finished_at = link.to_local(message.finished_at)
                     self._finish_if_complete(completed)
             case Progress():
-                self._progress(message)
+                self._progress(link, message)
             case Declined():
                 self._declined(message)
             case TransferAborted():
@@ -275,11 +275,13 @@ class Receiver:
             for block in range(before, transfer.leading):
                 self._pool.commit(sequence.blocks[block], sequence.keys[block])
 
-    def _progress(self, message: Progress) -> None:
+    def _progress(self, link: Client, message: Progress) -> None:
         """The prefill node says how far it is. If all it waits for is credit or nothing at all,
         and nothing has landed since it said so before, then frames were lost."""
         transfer = self.inbox.find(message.transfer, message.epoch)
         if transfer is None:
+            if not self.inbox.is_known(message.transfer):  # it ended, but not for its sender
+                link.send(AbortTransfer(message.transfer, message.epoch))
             return
         transfer.moved_at = self._clock()
         transfer.unanswered = 0

@@ -47,6 +47,7 @@ from kvferry.kvstore.wire import (
     GiveBack,
     Granted,
     Holding,
+    Keeping,
     Leased,
     Locate,
     Located,
@@ -74,6 +75,12 @@ ATTACH_SECONDS = 10.0
 """What a starting node gives its store, which may be reading its disk."""
 LAST_BLOCKS_MS = 1000
 """What a node that ends gives its last blocks to reach the store."""
+ATTACH_AGAIN_SECONDS = 2.0
+"""Unless there was an answer by then. A store that reads its disk answers when it has."""
+KEEPING_SECONDS = 2.0
+"""How often a node that ships says what of it is still to be copied."""
+KEEPING_TIMES = 4
+"""How often it says so after the last shipment: one may be lost."""
 HOLDING_SECONDS = 1.0
 """Without a slot to write for so long, a node says so: something may have been lost on its way."""
 LATE_SECONDS = 1.0
@@ -179,7 +186,10 @@ class StoreClient:
         self._clock = clock
         self._link: Client | None = None
         self._retry_at = 0.0
-        self._asked_to_attach = False
+        self._attach_at = 0.0
+        self._lent: set[int] = set()
+        """Slots that another node is still to copy."""
+        self._keeping_at = self._keep_until = 0.0
         self._attached: Attached | None = None
         self._arena: SharedMemory | None = None
         self._unmapped: list[SharedMemory] = []
@@ -241,15 +251,17 @@ class StoreClient:
         if link.state in (LinkState.DEAD, LinkState.REFUSED):
             self._lose(link, now)
             return
-        if link.state is LinkState.READY and not self._asked_to_attach:
-            self._asked_to_attach = link.send(
-                Attach(self._block_bytes, shared=self._transfer != "inline")
-            )
+        if link.state is LinkState.READY and self._attached is None and now >= self._attach_at:
+            self._attach_at = now + ATTACH_AGAIN_SECONDS
+            link.send(Attach(self._block_bytes, shared=self._transfer != "inline"))
         if self._stock:
             self._holding_at = now + HOLDING_SECONDS
         elif self._attached is not None and now >= self._holding_at:
             self._holding_at = now + HOLDING_SECONDS
             link.send(Holding(self._grants, ()))
+        if self._attached is not None and now >= self._keeping_at and now < self._keep_until:
+            self._keeping_at = now + KEEPING_SECONDS
+            link.send(Keeping(tuple(self._lent)))
         late = now - LATE_SECONDS
         for load in [it for it in self._loads.values() if not it._over and it.deadline < late]:
             self._cancel(load, "deadline")
@@ -268,7 +280,8 @@ class StoreClient:
         if self._attached is not None:
             self.counters["stores_lost"] += 1
         link.close(linger_ms)
-        self._link, self._attached, self._asked_to_attach = None, None, False
+        self._link, self._attached, self._attach_at = None, None, 0.0
+        self._lent.clear()
         self._retry_at = now + RETRY_SECONDS
         self._stock.clear()
         self._grants = 0
@@ -394,11 +407,16 @@ class StoreClient:
         """
         if not self.shared:
             return []
-        return self._write(tenant, parent, depth, keys, read, hold=True)
+        refs = self._write(tenant, parent, depth, keys, read, hold=True)
+        self._lent.update(ref.slot for ref in refs)
+        self._keep_until = self._clock() + KEEPING_TIMES * KEEPING_SECONDS
+        return refs
 
     def let_go(self, refs: Sequence[SlotRef]) -> None:
         """The other node has copied these, or will not."""
         ours = tuple(ref.slot for ref in refs if ref.store == self._incarnation)
+        self._lent.difference_update(ours)
+        self._keep_until = self._clock() + KEEPING_TIMES * KEEPING_SECONDS
         if ours and self._link is not None:
             self._link.send(Release(ours))
 

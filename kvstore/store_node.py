@@ -49,6 +49,7 @@ from kvferry.kvstore.wire import (
     Granted,
     Hello,
     Holding,
+    Keeping,
     Leased,
     Load,
     Locate,
@@ -245,11 +246,10 @@ class StoreNode:
         if space.recovering:  # until then it would be told that nothing is there
             self._early[peer.identity] = (peer, message)
             return
-        if peer.identity in self._members:
-            return
-        member = _Member(peer, self._next_lane)
-        self._next_lane += 1
-        self._members[peer.identity] = member
+        member = self._members.get(peer.identity)
+        if member is None:  # else the answer was lost on its way
+            member = self._members[peer.identity] = _Member(peer, self._next_lane)
+            self._next_lane += 1
         path = str(space.memory.path) if message.shared else ""
         self._server.send(
             peer,
@@ -368,6 +368,8 @@ class StoreNode:
                     self._holding(space, member, message)
                 case Commit():
                     self._commit(space, member, message, received.payloads, now)
+                case Keeping(slots):
+                    space.tiers.keep_held(owner, frozenset(slots))
                 case Release(slots):
                     for slot in slots:
                         space.tiers.release_held(owner, slot)

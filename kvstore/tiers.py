@@ -105,6 +105,13 @@ class Tiers:
         if lease is not None:
             self.arena.release(lease)
 
+    def keep_held(self, owner: Owner, slots: frozenset[int]) -> None:
+        """Of an owner's shipments only these are still on their way."""
+        for holder, slot in list(self._held):
+            if holder == owner and slot not in slots:
+                self.counters["holds_mislaid"] += 1
+                self.release_held(owner, slot)
+
     def _settle_evicted(self) -> None:
         evicted = self.arena.take_evicted()
         if self.disk is not None:

@@ -13,8 +13,8 @@ knows neither sockets nor what a message makes somebody do.
                       DebugReply
     D → P             Hello  Offer  Credit  AbortTransfer  Probe
     P → D             Welcome  Accepted  Declined  Blocks  Lent  Complete  TransferAborted  Progress
-    node → store      Hello  Attach  Mapped  Holding  GiveBack  Commit  Release  Locate  Fetch
-                      Taken  CancelFetch  Damaged  CacheRequest
+    node → store      Hello  Attach  Mapped  Holding  Keeping  GiveBack  Commit  Release  Locate
+                      Fetch  Taken  CancelFetch  Damaged  CacheRequest
     store → node      Welcome  Attached  Granted  Located  Leased  Delivered  FetchEnded  CacheReply
     anyone            Ping  Pong  HelloRequired  Refused  StepNotice
 
@@ -511,6 +511,12 @@ class Holding(Message, frozen=True, array_like=True, tag=68):
     slots: Slots
 
 
+class Keeping(Message, frozen=True, array_like=True, tag=69):
+    """Of all that the node committed with `hold`, these are still wanted: a lost `Release`."""
+
+    slots: Slots
+
+
 class GiveBack(Message, frozen=True, array_like=True, tag=54):
     slots: Slots
 
@@ -633,7 +639,7 @@ AnyMessage = (
     | DebugRequest | DebugReply
     | Offer | Accepted | Declined | Blocks | Credit | Complete | AbortTransfer | TransferAborted
     | Probe | Progress | Lent
-    | Attach | Attached | Mapped | Granted | Holding | GiveBack | Commit | Release
+    | Attach | Attached | Mapped | Granted | Holding | Keeping | GiveBack | Commit | Release
     | Locate | Located | Fetch | Leased | Delivered | Taken | FetchEnded | CancelFetch | Damaged
     | CacheRequest | CacheReply
 )  # fmt: skip

@@ -11,10 +11,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvferry.kvstore.router import Peer
 from kvferry.kvstore.store_client import Read, SlotRef, StoreClient
 from kvferry.kvstore.wire import Credit
 from kvferry.prefill_node.job import Job
 
+REMIND_SECONDS = 2.0
+"""After that without a word a receiver is asked whether it still wants them."""
 LENT_SECONDS = 60.0
 """After that without a word nobody will copy them any more."""
 
@@ -23,7 +26,10 @@ _Key = tuple[bytes, int, int]
 
 @dataclass(slots=True)
 class _Loan:
+    peer: Peer
     since: float
+    """When something was last heard of it."""
+    reminded: float
     refs: deque[tuple[int, SlotRef]] = field(default_factory=deque)
     """By block, in order."""
 
@@ -50,7 +56,8 @@ class Lending:
         refs = store.ship(job.tenant, parent, first, keys, read)
         if refs:
             key = (job.peer.identity, job.number, job.epoch)
-            loan = self._loans.setdefault(key, _Loan(self._clock()))
+            now = self._clock()
+            loan = self._loans.setdefault(key, _Loan(job.peer, now, now))
             loan.refs += ((first + at, ref) for at, ref in enumerate(refs))
         return refs
 
@@ -60,7 +67,7 @@ class Lending:
         loan = self._loans.get(key)
         if loan is None:
             return
-        loan.since = self._clock()
+        loan.since = loan.reminded = self._clock()
         done = []
         while loan.refs and loan.refs[0][0] < credit.taken:
             done.append(loan.refs.popleft()[1])
@@ -75,10 +82,18 @@ class Lending:
     def lost(self, identity: bytes) -> None:
         self._end(lambda key: key[0] == identity)
 
-    def tick(self) -> None:
-        if self._loans:
-            limit = self._clock() - LENT_SECONDS
-            self._end(lambda key: self._loans[key].since < limit)
+    def tick(self) -> list[tuple[Peer, int, int]]:
+        """Ends what is too old, and says whom to ask about which transfer and epoch."""
+        if not self._loans:
+            return []
+        now = self._clock()
+        self._end(lambda key: self._loans[key].since < now - LENT_SECONDS)
+        due = [
+            (key, loan) for key, loan in self._loans.items() if loan.reminded < now - REMIND_SECONDS
+        ]
+        for _, loan in due:
+            loan.reminded = now
+        return [(loan.peer, transfer, epoch) for (_, transfer, epoch), loan in due]
 
     def _end(self, which: Callable[[_Key], bool]) -> None:
         for key in [key for key in self._loans if which(key)]:

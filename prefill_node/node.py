@@ -193,7 +193,9 @@ class PrefillNode:
                 self._counters["transfers_orphaned"] += 1
         self._releases_seen = self.pool.releases
         self.loader.turn(INTAKE_SECONDS)
-        self._lending.tick()
+        for peer, transfer, epoch in self._lending.tick():
+            # The last word of it may have been lost: who does not want it any more aborts it.
+            self._server.send(peer, Progress(transfer, epoch, True, 0))
         for job in self.scheduler.accept():
             self._load(job)
         self._ship()

@@ -287,6 +287,21 @@ def full_queue(rig: Rig) -> Iterator[Measured]:
     yield Measured("D11", "a full queue refuses: p95", len(refused), percentile(refused, 95), 1.0)
 
 
+def starts() -> Measured:
+    """Gateway, two nodes of each kind and a store, one start after the other."""
+    failed = 0
+    for number in range(20):
+        with (
+            tempfile.TemporaryDirectory(prefix="kvferry-measure-") as folder,
+            serving(Path(folder), "--prefill-nodes=2", "--decode-nodes=2") as (served, config),
+        ):
+            answer = served.http.get("/ready").json()
+            prompt = prompt_of(300, number)
+            right = served.ids(prompt, 5) == standin_reply(prompt, config, 5)
+            failed += answer != {"status": "ready", "absent": []} or not right
+    return Measured("D8", "starts of all at once that failed", 20, failed, 0, "")
+
+
 SETS: tuple[tuple[Callable[[Rig], Iterator[Measured]], tuple[str, ...]], ...] = (
     (one_of_each, ("--prefill-nodes=1",)),
     (several, ("--prefill-nodes=2", "--decode-nodes=2", "--max-num-seqs=64")),
@@ -297,6 +312,7 @@ SETS: tuple[tuple[Callable[[Rig], Iterator[Measured]], tuple[str, ...]], ...] = 
 
 def measure() -> Iterator[Measured]:
     """Everything, one server after the other."""
+    yield starts()
     for cases, flags in SETS:
         with (
             tempfile.TemporaryDirectory(prefix="kvferry-measure-") as folder,

@@ -2,7 +2,8 @@
 
     python -m kvferry.tests.soak --minutes 20
 
-Two prefill and two decode nodes over the stand-in engine, real processes and sockets. Clients ask
+Two prefill and two decode nodes and a store over the stand-in engine, real processes and sockets,
+with so little room that every tier is always being evicted. Clients ask
 for prompts of mixed lengths and 10 % of them leave at random points; frames between the nodes are
 delayed, dropped, duplicated, reordered and damaged; every ten seconds a random node is killed or
 stopped for a while. In the last quarter nothing is killed any more. Every finished answer must
@@ -242,7 +243,9 @@ class Soak:
 
 
 HELD = ("held", "claimed", "reserved", "requests", "queued", "in_flight_bytes", "outbox_blocks",
-        "offered", "accepted", "streaming", "aborted", "choices")  # fmt: skip
+        "offered", "accepted", "streaming", "aborted", "choices", "loads", "lent")  # fmt: skip
+HELD_OF_ARENA = ("leased", "filling", "withdrawn", "quarantined")
+"""Slots that nodes may write into are theirs as long as they live."""
 
 
 def _held(value: object, path: str) -> Any:
@@ -251,6 +254,11 @@ def _held(value: object, path: str) -> Any:
         for name, inner in value.items():
             if name == "error":
                 yield f"{path}error={inner}"
+            elif name == "counters":
+                continue
+            elif name == "arena":
+                yield from (f"{path}arena.{it}={inner[it]}" for it in HELD_OF_ARENA if inner[it])
+                continue
             elif name == "check":
                 yield from (f"{path}check.{it}" for it in inner.items() if it[1] != "ok")
                 continue
@@ -304,6 +312,9 @@ def run(minutes: float, seed: int, folder: Path) -> tuple[Outcome, list[str]]:
         "--prefill-nodes=2",
         "--decode-nodes=2",
         "--kv-cache-memory-bytes=512KiB",  # 2,048 blocks: they are used up and evicted at once
+        "--store-ram=16MiB",  # twice as many, and all that is pushed out of them goes to the disk
+        "--store-disk=64MiB",
+        f"--store-dir={folder / 'blocks'}",
         "--enable-debug",
         "--enable-test-hooks",
         f"--admin-api-key={ADMIN}",

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.kvstore.faults import FaultInjector, FaultRule
 from kvferry.kvstore.keys import tenant_key
 from kvferry.kvstore.loader import Loader
 from kvferry.kvstore.store_client import SlotRef, Transfer
@@ -340,3 +341,16 @@ def test_a_client_that_leaves_a_shipment_leaves_no_slot(tmp_path: Path, turns: i
         settle(cluster)
         assert cluster.store is not None and cluster.store.space is not None
         assert not cluster.store.space.tiers.ledger()["held"]
+
+
+@pytest.mark.B2
+def test_a_lost_word_about_a_shipment_leaves_no_slot(tmp_path: Path) -> None:
+    """The last credits never arrive: the prefill node asks, and its loan ends."""
+    with cluster_of(tmp_path) as cluster:
+        ask(cluster, prompt_of(300, 7))
+        link = cluster.decode.receiver.links.ready(cluster.addresses[0])
+        assert link is not None
+        link.faults = FaultInjector([FaultRule("drop", ("Credit",))])
+        ask(cluster, prompt_of(700))
+        assert cluster.prefill[0]._lending.num_lent > 0
+        cluster.until(lambda: cluster.prefill[0]._lending.num_lent == 0, 10)

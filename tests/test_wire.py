@@ -56,6 +56,7 @@ EXAMPLES: list[wire.AnyMessage] = [
     wire.Mapped(True),
     wire.Granted(1, (1, 2)),
     wire.Holding(1, (1, 2)),
+    wire.Keeping((4, 5)),
     wire.GiveBack((1, 2)),
     wire.Commit(b"t" * 16, b"p" * 16, 3, b"k" * 16, (1,), (2**64 - 1,), False, True),
     wire.Release((1,)),
