@@ -11,7 +11,6 @@ has been used once may displace only dead records and records that have outlived
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +28,8 @@ LOOKED_AT = 32
 COLD_SHARE = 0.1
 """The part of all live records that a cleaning may drop: those with the lowest scores."""
 SAMPLE = 256
+_LOWEST = -(1 << 62)
+"""No score is as low: what was found at the start has scores below zero."""
 
 
 @dataclass(slots=True)
@@ -285,7 +286,7 @@ class SegmentIndex:
         segment = forced or self._coldest()
         if segment is None:
             return None
-        cutoff = -math.inf if forced else self._cutoff()
+        cutoff = _LOWEST if forced else self._cutoff()
         worth = [e for key in segment.keys if self._score(e := self._entries[key]) > cutoff]
         worth.sort(key=self._score, reverse=True)
         room = (self.cap - self.used) // self.span

@@ -112,6 +112,17 @@ def test_a_pinned_block_stays_until_its_time_is_over() -> None:
     arena.check()
 
 
+@pytest.mark.A5
+def test_a_prompt_larger_than_the_arena_keeps_its_beginning(tmp_path: Path) -> None:
+    rig = TiersRig(tmp_path, slots=16)
+    keys = chain_keys("long", 60)
+    assert rig.put(keys) == 60
+    assert rig.read(keys, 1) >= 14
+    rig.put(keys, start=14)
+    assert rig.read(keys, 2) >= 14, "the end of a prompt has pushed out its beginning"
+    rig.tiers.check()
+
+
 @pytest.mark.A9
 def test_new_blocks_are_not_the_first_victims_even_when_all_others_are_hot() -> None:
     order = Retention(100)

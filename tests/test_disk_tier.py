@@ -513,3 +513,20 @@ def test_time_is_not_part_of_identity(tmp_path: Path) -> None:
     assert abs(record.written_s - time.time()) < 3600
     assert unpack(data[:HEADER_BYTES], 1, SPAN) is None, "a record elsewhere is none"
     assert unpack(data[:HEADER_BYTES], 2, 0) is None
+
+
+def test_a_tenant_is_cleared_and_what_was_found_at_the_start_is_kept(tmp_path: Path) -> None:
+    mine, theirs = b"m" * 16, b"t" * 16
+    rig = TiersRig(tmp_path, slots=100, cap=200 * SPAN)
+    kept, gone = chain_keys("kept", 8), chain_keys("gone", 8)
+    rig.put(kept, tenant=theirs)
+    rig.put(gone, tenant=mine)
+    rig.settle()
+    rig.files.close()
+    rig = TiersRig(tmp_path, slots=100, cap=200 * SPAN)
+    rig.settle()
+    rig.tiers.clear(mine)
+    rig.settle()
+    assert (rig.read(kept, 1), rig.read(gone, 2)) == (8, 0)
+    assert rig.bytes_on_disk() == rig.index.used == 8 * SPAN
+    rig.files.close()
