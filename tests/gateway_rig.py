@@ -128,6 +128,10 @@ class FakeDecode:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
+    def emitted(self, count: int) -> bool:
+        """Whether so many tokens of some choice of a live request have been sent."""
+        return any(at >= count for live in list(self._live.values()) for at in live.at)
+
     def close(self) -> None:
         """Ends as a killed process does: without a word."""
         self._ending.set()
@@ -285,7 +289,7 @@ class Rig:
         )
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> float:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> float:
     """Waits, and says for how long."""
     start = time.monotonic()
     while not condition():
@@ -323,7 +327,7 @@ def running(
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
     try:
-        assert not wait or ready.wait(10)
+        assert not wait or ready.wait(60)
         yield Rig(node, gateway, f"http://127.0.0.1:{port}", port)
     finally:
         server.should_exit = True

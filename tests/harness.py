@@ -196,7 +196,7 @@ class Cluster:
         if self.store is not None:
             self.store.check()
 
-    def until(self, condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    def until(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, "nothing happened for too long"

@@ -110,7 +110,7 @@ class Served:
                 total += float(line.rsplit(" ", 1)[1])
         return total
 
-    def wait_until_ready(self, seconds: float = 30.0) -> None:
+    def wait_until_ready(self, seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
         while self.http.get("/ready").status_code != 200:
             assert time.monotonic() < deadline, "not ready again"

