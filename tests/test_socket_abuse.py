@@ -172,7 +172,7 @@ class Intruder:
 def test_links_to_addresses_that_lead_nowhere_are_given_up(
     victim: Victim, context: Context
 ) -> None:
-    """The first test, since the node keeps such links for ten seconds: the next ones see them go."""
+    """First, since a node keeps such links for ten seconds: the next tests see them go."""
     gateway = Intruder.learned(context, victim.addresses["decode"], "gateway")
     prompt = [3 + index % 250 for index in range(400)]
     nowhere = ("tcp://127.0.0.1:1", "tcp://nonsense", "inproc://x", "", victim.addresses["decode"])
