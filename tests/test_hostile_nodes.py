@@ -167,14 +167,14 @@ def test_with_nobody_else_it_ends_with_one_error(tmp_path: Path, lie: str, strea
 def test_one_that_goes_on_is_given_up_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("kvferry.gateway.node.OFFENCE_SECONDS", 2.0)
+    monkeypatch.setattr("kvferry.gateway.node.OFFENCE_SECONDS", 60.0)
     with beside(tmp_path / "m") as (rig, (liar, honest)):
         (node, _) = rig.gateway.nodes.decode
         liar.does.lies = LIES["a token outside the vocabulary"]
         before = time.monotonic()
         while node.usable:
             assert ask(rig).json()["choices"][0]["text"] == TEXT
-            assert time.monotonic() - before < 20
+            assert time.monotonic() - before < 60
         assert node.counters["offences"] >= 5 and len(honest.generates) >= 5
         heard = len(liar.generates)
         for _ in range(4):
@@ -183,6 +183,7 @@ def test_one_that_goes_on_is_given_up_for_a_while(
         page = rig.get("/metrics").text
         assert f'kvferry_link_offences_total{{node="{liar.address}",role="decode"}}' in page
         liar.does.lies = None
+        node._retry_at = time.monotonic()  # the minute is over
         wait_until(lambda: node.usable)
         told = [it for it in caplog.messages if "makes no sense" in it or "no sense" in it]
         assert 2 <= len(told) <= 4, told
@@ -393,7 +394,7 @@ def test_a_storm_of_nonsense_changes_no_other_stream(
         assert other.counters["offences"] == 0 and node.counters["offences"] > 0
         assert len(node.keys) <= BLOCKS and len(node.book._strays) <= MAX_STRAYS
         assert resident_bytes() - before < 200 << 20
-        wait_until(lambda: node.usable, 20)
+        wait_until(lambda: node.usable)
         assert ask(rig).status_code == 200
         assert not any(record.exc_info for record in caplog.records), caplog.text[-3000:]
         lines = [it for it in caplog.messages if stormy.address in it]
