@@ -91,6 +91,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 def one_of_each(rig: Rig) -> Iterator[Measured]:
     yield from short_beside_long(rig)
     yield abandoned(rig)
+    yield abandoned_together(rig)
     yield from health_under_load(rig)
     yield dead_prefill_node_frees_the_decode_node(rig)
     yield from dead_decode_node(rig)
@@ -116,17 +117,38 @@ def short_beside_long(rig: Rig) -> Iterator[Measured]:
                    percentile(found, 95), limit)  # fmt: skip
 
 
-def abandoned(rig: Rig) -> Measured:
-    """From the close of a socket to the ledger without its request."""
+def long_request(rig: Rig) -> socket.socket:
+    """A request of 5,000 tokens over a connection of its own."""
     host, port = rig.served.url.removeprefix("http://").split(":")
     body = b'{"prompt": "a", "max_tokens": 5000, "ignore_eos": true, "stream": true}'
+    connection = socket.create_connection((host, int(port)))
+    connection.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
+    )
+    return connection
+
+
+def abandoned_together(rig: Rig) -> Measured:
+    """From the close of a hundred sockets to gauges that say nothing."""
+
+    def gauges() -> float:
+        names = ("running", "waiting", "unanswered")
+        return sum(rig.served.metric(f"kvferry_num_requests_{name}") for name in names)
+
+    connections = [long_request(rig) for _ in range(100)]
+    wait_until(lambda: ledger(rig.served)["nodes"][0]["requests"] == 100)
+    for connection in connections:
+        connection.close()
+    found = wait_until(lambda: not gauges())
+    return Measured("D10", "a hundred that left: gauges at nothing", 1, found, 2.0)
+
+
+def abandoned(rig: Rig) -> Measured:
+    """From the close of a socket to the ledger without its request."""
     found = []
     for _ in range(10):
-        with socket.create_connection((host, int(port))) as connection:
-            connection.sendall(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
-                b"Content-Length: %d\r\n\r\n%s" % (len(body), body)
-            )
+        with long_request(rig) as connection:
             connection.recv(100)
         found.append(wait_until(lambda: not ledger(rig.served)["nodes"][0]["requests"], 20))
     return Measured("C3", "a client that left is seen by the node", 10, max(found), 1.0)

@@ -337,9 +337,9 @@ def test_stop_strings(
     rig: Rig, text: str, stop: list[str], shown: str, matched: str | None, late: bool
 ) -> None:
     rig.decode.does.split_done = late
-    rig.decode.does.pace = 0.001
+    rig.decode.does.pace = 0.005
     # Long enough behind the stop string that the node has not ended by itself when it is found.
-    behind = ids_of(" and a good deal more of it" * 8) if matched is not None else []
+    behind = ids_of(" and a good deal more of it" * 15) if matched is not None else []
     fields = {"kvferry_force_ids": [*ids_of(text), *behind, EOS], "stop": stop}
     answer = rig.chat(**fields).json()
     choice = answer["choices"][0]
