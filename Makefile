@@ -4,7 +4,7 @@ ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install
 
-.PHONY: serve test test-clients check acceptance bench bench-equality bench-gateway soak lock clean
+.PHONY: serve test test-clients check acceptance bench bench-equality bench-gateway bench-streams soak lock clean
 
 serve: .venv/ready
 	@$(BIN)/kvferry serve $(ARGS)
@@ -27,6 +27,9 @@ bench-equality: .venv/chats
 
 bench-gateway: .venv/chats
 	@$(BIN)/python -m kvferry.bench.gateway_turn $(ARGS)
+
+bench-streams: .venv/ready
+	@$(BIN)/python -m kvferry.bench.streams $(ARGS)
 
 acceptance: .venv/ready
 	@$(BIN)/python -m kvferry.tests.acceptance $(ARGS)
