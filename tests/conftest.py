@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from kvferry.kernels.standin import write_standin_model
 from kvferry.kvstore.model_files import resolve_model
@@ -17,6 +18,12 @@ from kvferry.tests.vocabularies import vocabularies
 
 # Before anything imports torch: spinning OpenMP threads starve the servers under test.
 os.environ |= {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
+
+# The same examples every time, however slow the machine is.
+settings.register_profile(
+    "here", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("here")
 
 
 @pytest.fixture(autouse=True)
