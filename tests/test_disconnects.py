@@ -102,7 +102,8 @@ def test_whoever_leaves_leaves_nothing(served: Served) -> None:
     after = descriptors(served)
     for (fds, threads), (more_fds, more_threads) in zip(before, after, strict=True):
         assert more_fds <= fds + 2 and more_threads <= threads
-    assert served.metric("kvferry_request_failure_total", code="client_gone") == seed - 1
+    gone = partial(served.metric, "kvferry_request_failure_total", code="client_gone")
+    wait_until(lambda: gone() == seed - 1)
     prompt = prompt_of(700, 3)
     assert served.ids(prompt, 5) == standin_reply(prompt, config, 5)
     # Nodes report their counters twice a second.
