@@ -1,4 +1,4 @@
-"""Which block a full tier gives up: the order of eviction in host memory.
+"""Which block a full tier gives up: the order of eviction, in memory and on disk.
 
 Owns recency, uses and the shape of the chains; it is pure and knows neither slots nor files.
 
@@ -32,6 +32,9 @@ SPARED_SHARE = 0.02
 """The newest blocks of a tier that go last, as a part of it."""
 LEAD_SHARE = 0.03
 """How far ahead, in blocks hit as a part of the tier, the credited tier must be."""
+
+
+_LOWEST = -(1 << 62)
 
 
 @dataclass(slots=True)
@@ -88,11 +91,19 @@ class ChainOrder:
                 entry.touched = self._clock
                 entry.uses += 1
 
-    def add(self, key: bytes, parent: bytes, *, first: bool = False) -> None:
-        """A block has become resident; `first`: it begins its chain."""
+    def add(
+        self, key: bytes, parent: bytes, *, first: bool = False, found: tuple[int, int] = (0, 0)
+    ) -> None:
+        """A block has become resident; `first`: it begins its chain.
+
+        `found` is for one that was there before this process: when it was last touched, below
+        zero, and how often it was used.
+        """
         assert key not in self._entries, "a block is resident twice"
         self._clock += 1
-        self._entries[key] = _Entry(parent, first, self._clock, self._ghosts.pop(key, 0) + 1)
+        touched, uses = found
+        uses = max(uses, self._ghosts.pop(key, 0) + 1)
+        self._entries[key] = _Entry(parent, first, touched or self._clock, uses)
         self._children[parent] = self._children.get(parent, 0) + 1
         if not first and parent not in self._entries:
             self._queue(key)
@@ -136,6 +147,20 @@ class ChainOrder:
             self._queue(key)
         return victim
 
+    def outlives_new(self) -> bool:
+        """Whether even the block that goes next has earned more time than a new one has."""
+        while self._heap:
+            score, key = self._heap[0]
+            entry = self._entries.get(key)
+            gone = entry is None or key in self._children or key in self._newest
+            if entry is not None and not gone and score == self._score(entry):
+                return score > self._clock
+            heapq.heappop(self._heap)
+            self._queued.discard(key)
+            if not gone:
+                self._queue(key)
+        return False
+
     def _drop(self, key: bytes) -> _Entry:
         entry = self._entries.pop(key)
         self._newest.pop(key, None)
@@ -159,7 +184,7 @@ class ChainOrder:
 
     def _score(self, entry: _Entry) -> int:
         if not entry.first and entry.parent not in self._entries:
-            return 0
+            return _LOWEST
         return entry.touched + self._credit * min(entry.uses - 1, CREDITED_USES)
 
     def give_credit(self, credited: bool) -> None:
@@ -242,8 +267,10 @@ class Retention(ChainOrder):
             self.give_credit(self.duel.credited)
         super().touch(keys)
 
-    def add(self, key: bytes, parent: bytes, *, first: bool = False) -> None:
-        super().add(key, parent, first=first)
+    def add(
+        self, key: bytes, parent: bytes, *, first: bool = False, found: tuple[int, int] = (0, 0)
+    ) -> None:
+        super().add(key, parent, first=first, found=found)
         self.duel.added(key, parent, first=first)
 
 

@@ -5,38 +5,26 @@ touches a file. Records are appended to one head segment. At the cap a whole seg
 records in it that are worth keeping are appended again, then its file is deleted (Rosenblum and
 Ousterhout 1992). One segment's worth of the cap is kept free for that, so the cap is never passed.
 
-Worth is the same score as in memory: the last touch, and credit for each use after the first. What
-has been used once may displace only dead records and records that have outlived their credit.
+What is worth keeping is decided as in memory (`retention`): records are condemned in that order
+until a quarter of some segment need not be kept, and that one is cleaned. A condemned record is
+served until its file goes, and a request that asks for it revives it. What has been used once may
+not displace what has earned more time than a new block has.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from itertools import islice
 
 from kvferry.kvstore.arena import Block
 from kvferry.kvstore.record import Record, record_bytes
-from kvferry.kvstore.retention import CREDITED_USES
+from kvferry.kvstore.retention import Retention
 
-SEGMENTS_IN_CAP = 64
+SEGMENTS_IN_CAP = 256
 MAX_SEGMENT_BYTES = 64 << 20
-LOOKED_AT = 32
-"""Records of a segment that are looked at to judge it."""
-COLD_SHARE = 0.1
-"""The part of all live records that a cleaning may drop: those with the lowest scores."""
-SAMPLE = 256
-_LOWEST = -(1 << 62)
-"""No score is as low: what was found at the start has scores below zero."""
-
-
-@dataclass(slots=True)
-class _Entry:
-    record: Record
-    touched: int
-    uses: int
+MOST_KEPT = 0.75
+"""Of a segment that is cleaned, written again: more would be exacter, and wear the disk more."""
 
 
 @dataclass(slots=True)
@@ -49,7 +37,8 @@ class Segment:
     busy: int = 0
     """Writes into it that have not landed yet."""
     keys: set[bytes] = field(default_factory=set)
-    """Of its live records."""
+    """Of its live records, condemned ones too."""
+    condemned: int = 0
     tenants: set[bytes] = field(default_factory=set)
     """Of all records it ever got: a tenant's bytes may be in it even when no live record is."""
 
@@ -75,7 +64,7 @@ class Cleaning:
 class SegmentIndex:
     """The accounting of at most `cap` bytes of records of `payload_bytes` each."""
 
-    def __init__(self, cap: int, fingerprint: bytes, payload_bytes: int, seed: int = 0) -> None:
+    def __init__(self, cap: int, fingerprint: bytes, payload_bytes: int) -> None:
         self.cap = cap
         self.span = record_bytes(payload_bytes)
         self.segment_bytes = max(self.span, min(MAX_SEGMENT_BYTES, cap // SEGMENTS_IN_CAP))
@@ -88,27 +77,27 @@ class SegmentIndex:
         self._fingerprint = fingerprint
         self._payload_bytes = payload_bytes
         self._segments: dict[int, Segment] = {}
-        self._entries: dict[bytes, _Entry] = {}
+        self._records: dict[bytes, Record] = {}
+        self._order = Retention(max(1, cap // self.span))
+        """Of the live records that are not condemned."""
+        self._condemned: set[bytes] = set()
         self._heads: dict[bool, Segment] = {}
         """Where new records go, and where those go that a cleaning has kept: the old ones together,
         so that what grows cold together can be dropped together."""
         self._next_segment = 1
         self._cleaning: Cleaning | None = None
         self._forced: list[int] = []
-        self._clock = 0
-        self._random = random.Random(seed)
-        self._credit = max(1, cap // self.span)
 
     # -- looking --------------------------------------------------------------------------------
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._entries
+        return key in self._records
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._records)
 
     def record(self, key: bytes) -> Record:
-        return self._entries[key].record
+        return self._records[key]
 
     @property
     def used(self) -> int:
@@ -126,22 +115,22 @@ class SegmentIndex:
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """A request asks for this chain, from its root."""
-        for key in reversed(keys):
-            self._clock += 1
-            entry = self._entries.get(key)
-            if entry is not None:
-                entry.touched = self._clock
-                entry.uses += 1
+        self._order.touch(keys)
+        for key in keys:
+            if key in self._condemned:
+                self._condemned.remove(key)
+                self._segments[self._records[key].segment].condemned -= 1
+                self._rank(self._records[key].block)
 
-    def _score(self, entry: _Entry) -> int:
-        return entry.touched + self._credit * min(entry.uses - 1, CREDITED_USES)
+    def _rank(self, block: Block, found: tuple[int, int] = (0, 0)) -> None:
+        self._order.add(block.key, block.parent, first=block.depth == 0, found=found)
 
     # -- writing --------------------------------------------------------------------------------
 
     def place(self, block: Block, uses: int, now_s: int) -> Record | Placed:
         """Where this block is to be written. Its bytes count from now on; call `landed` then."""
         if self.used + self.span > self.cap - self.segment_bytes:
-            if uses < 2 and not self._has_cold():
+            if uses < 2 and not self._has_garbage() and self._order.outlives_new():
                 return Placed.NOT_WORTH
             return Placed.FULL
         return self._append(block, uses, now_s, kept=False)
@@ -184,23 +173,25 @@ class SegmentIndex:
             return
         segment.busy -= 1
         segment.size = max(segment.size, record.offset + record.span)
-        above = self._entries.get(record.block.parent)
-        if above is None:
-            self._clock += 1
-        # A little older than its parent: the end of a chain goes before its beginning.
-        touched = self._clock if above is None else above.touched - 1
-        self._enter(record, touched, record.uses)
+        self._enter(record)
 
-    def _enter(self, record: Record, touched: int, uses: int) -> None:
-        old = self._entries.get(record.block.key)
-        if old is not None:
-            here = (record.segment, record.offset)
-            if (old.record.segment, old.record.offset) > here:
-                return
-            self._segments[old.record.segment].keys.discard(record.block.key)
-            touched, uses = max(touched, old.touched), max(uses, old.uses)
-        self._entries[record.block.key] = _Entry(record, touched, uses)
-        self._segments[record.segment].keys.add(record.block.key)
+    def _enter(self, record: Record, found: tuple[int, int] = (0, 0)) -> None:
+        key = record.block.key
+        old = self._records.get(key)
+        if old is None:
+            self._records[key] = record
+            self._segments[record.segment].keys.add(key)
+            self._rank(record.block, found)
+        elif (old.segment, old.offset) < (record.segment, record.offset):
+            self._relocate(key, record)
+
+    def _relocate(self, key: bytes, record: Record) -> None:
+        before, after = self._segments[self._records[key].segment], self._segments[record.segment]
+        self._records[key] = record
+        before.keys.discard(key)
+        after.keys.add(key)
+        before.condemned -= key in self._condemned
+        after.condemned += key in self._condemned
 
     def failed(self, records: Iterable[Record], sizes: dict[int, int]) -> None:
         """These records are not in their files, whose lengths are `sizes`; nothing else goes in."""
@@ -222,15 +213,20 @@ class SegmentIndex:
 
     def discard(self, key: bytes) -> None:
         """The record is not to be read again; its bytes stay until its segment is cleaned."""
-        entry = self._entries.pop(key)
-        self._segments[entry.record.segment].keys.discard(key)
+        segment = self._segments[self._records.pop(key).segment]
+        segment.keys.discard(key)
+        if key in self._condemned:
+            self._condemned.remove(key)
+            segment.condemned -= 1
+        else:
+            self._order.remove(key)
 
     def truncated(self, number: int, size: int) -> int:
         """A file is shorter than it was (0: gone). Returns how many live records that cost."""
         segment = self._segments.get(number)
         if segment is None or segment.busy or size >= segment.size:
             return 0
-        lost = [key for key in segment.keys if self._entries[key].record.offset + self.span > size]
+        lost = [key for key in segment.keys if self._records[key].offset + self.span > size]
         for key in lost:
             self.discard(key)
         segment.size, segment.sealed = size, True
@@ -241,7 +237,7 @@ class SegmentIndex:
 
     def clear(self, tenant: bytes) -> int:
         """Forgets a tenant's records and marks every segment with bytes of it for rewriting."""
-        keys = [key for key, entry in self._entries.items() if entry.record.block.tenant == tenant]
+        keys = [key for key, it in self._records.items() if it.block.tenant == tenant]
         for key in keys:
             self.discard(key)
         for segment in self._segments.values():
@@ -258,8 +254,9 @@ class SegmentIndex:
 
     def clear_all(self) -> int:
         """Forgets every record; all segments are to be deleted (see `segments`)."""
-        count = len(self._entries)
-        self._entries.clear()
+        count = len(self._records)
+        for key in list(self._records):
+            self.discard(key)
         self._segments.clear()
         self._heads.clear()
         self._cleaning = None
@@ -283,52 +280,44 @@ class SegmentIndex:
         if self._cleaning is not None:
             return None
         forced = self._forced_segment()
-        segment = forced or self._coldest()
+        segment = forced or self._emptiest()
         if segment is None:
             return None
-        cutoff = _LOWEST if forced else self._cutoff()
-        worth = [e for key in segment.keys if self._score(e := self._entries[key]) > cutoff]
-        worth.sort(key=self._score, reverse=True)
-        room = (self.cap - self.used) // self.span
-        if not forced:
-            room = min(room, self.segment_bytes // self.span // 2)
         self._close_head(segment)
-        kept = sorted(worth[: max(0, room)], key=lambda entry: entry.record.offset)
-        moves = tuple(
-            (entry.record, self._append(entry.record.block, entry.uses, now_s, kept=True))
-            for entry in kept
-        )
-        staying = {entry.record.block.key for entry in kept}
-        for key in segment.keys - staying:
-            del self._entries[key]
+        kept = [key for key in segment.keys if forced or key not in self._condemned]
+        kept.sort(key=lambda key: self._records[key].offset)
+        room = max(0, (self.cap - self.used) // self.span)
+        for key in segment.keys - set(kept[:room]):
+            self.discard(key)
             self.dropped += 1
-        segment.keys &= staying
-        self._cleaning = Cleaning(segment.number, moves)
+        moves = []
+        for record in [self._records[key] for key in kept[:room]]:
+            uses = max(1, self._order.uses(record.block.key))
+            moves.append((record, self._append(record.block, uses, now_s, kept=True)))
+        self._cleaning = Cleaning(segment.number, tuple(moves))
         return self._cleaning
 
     def moved(self, source: Record, target: Record) -> None:
         """A record of the segment being cleaned is in its new place."""
-        entry = self._entries.get(source.block.key)
+        key = source.block.key
         segment = self._segments.get(target.segment)
         if segment is not None:
             segment.busy -= 1
             segment.size = max(segment.size, target.offset + target.span)
-        if entry is None or entry.record is not source or segment is None:
-            return
-        self._segments[source.segment].keys.discard(source.block.key)
-        entry.record = target
-        segment.keys.add(source.block.key)
-        self.rewritten += 1
+            if self._records.get(key) is source:
+                self._relocate(key, target)
+                self.rewritten += 1
 
     def deleted(self, number: int) -> None:
         """The file of the segment being cleaned is gone."""
-        segment = self._segments.pop(number, None)
+        segment = self._segments.get(number)
+        if segment is not None:
+            for key in list(segment.keys):
+                self.discard(key)
+            del self._segments[number]
         if self._cleaning is not None and self._cleaning.segment == number:
             self._cleaning = None
             self.cleaned += 1
-        if segment is not None:
-            for key in segment.keys:
-                del self._entries[key]
 
     def keep(self, number: int) -> None:
         """The file of the segment being cleaned could not be deleted: it still counts."""
@@ -347,48 +336,31 @@ class SegmentIndex:
                 return segment
         return None
 
-    def _cleanable(self) -> list[Segment]:
-        return [
-            segment for segment in self._segments.values() if segment.sealed and not segment.busy
-        ]
-
-    def _coldest(self) -> Segment | None:
-        candidates = self._cleanable()
+    def _emptiest(self) -> Segment | None:
+        """Condemns records until the segment with the least to keep is half empty; that one."""
+        candidates = {it.number: it for it in self._segments.values() if it.sealed and not it.busy}
         if not candidates:
-            candidates = [it for it in self._segments.values() if not it.busy]
-        cutoff = self._cutoff()
-        return min(candidates, key=lambda it: self._coldness(it, cutoff), default=None)
+            candidates = {it.number: it for it in self._segments.values() if not it.busy}
+        best = min(candidates.values(), key=self._share_kept, default=None)
+        while best is not None and self._share_kept(best) > MOST_KEPT:
+            key = self._order.evict(lambda key: True)
+            if key is None:
+                break
+            self._condemned.add(key)
+            segment = self._segments[self._records[key].segment]
+            segment.condemned += 1
+            if segment.number in candidates:
+                best = min(best, segment, key=self._share_kept)
+        return best
 
-    def _coldness(self, segment: Segment, cutoff: int) -> tuple[float, float]:
-        """Sort key, coldest first: the share that must be kept, then how recent that is."""
-        keys = list(islice(segment.keys, LOOKED_AT))
-        scores = [self._score(self._entries[key]) for key in keys]
-        hot = sum(score > cutoff for score in scores) / max(1, len(keys))
-        live = len(segment.keys) * self.span / max(1, segment.size)
-        return hot * live, sum(scores) / max(1, len(keys))
+    def _share_kept(self, segment: Segment) -> float:
+        return (len(segment.keys) - segment.condemned) * self.span / max(1, segment.size)
 
-    def _cutoff(self) -> int:
-        """The score below which a record is among the coldest, from a sample."""
-        if not self._entries:
-            return 0
-        entries = list(self._entries.values())
-        if len(entries) > SAMPLE:
-            entries = self._random.sample(entries, SAMPLE)
-        scores = sorted(self._score(entry) for entry in entries)
-        return scores[int(COLD_SHARE * (len(scores) - 1))]
-
-    def _has_cold(self) -> bool:
-        """Whether something on disk may give way to a block that was used once."""
+    def _has_garbage(self) -> bool:
+        """Whether there is something that nobody would miss."""
         in_flight = sum(segment.busy for segment in self._segments.values())
-        if self.used >= (len(self._entries) + in_flight + 1) * self.span:
-            return True  # something dead
-        oldest = next(iter(self._segments.values()), None)
-        if oldest is None:
-            return True
-        return any(
-            entry.uses < 2 or self._score(entry) < self._clock
-            for entry in map(self._entries.__getitem__, oldest.keys)
-        )
+        worth = len(self._records) - len(self._condemned) + in_flight
+        return self.used >= (worth + 1) * self.span
 
     # -- recovery -------------------------------------------------------------------------------
 
@@ -410,7 +382,8 @@ class SegmentIndex:
             ours = record.fingerprint == self._fingerprint
             if ours and record.payload_bytes == self._payload_bytes:
                 # What was written before this start is older than everything touched since.
-                self._enter(record, record.segment - self._next_segment, record.uses)
+                before = record.segment - self._next_segment - 1
+                self._enter(record, (before, max(1, record.uses)))
                 count += 1
         self._drop_if_empty(segment)
         return count
@@ -421,8 +394,8 @@ class SegmentIndex:
         return {
             "cap_bytes": self.cap,
             "used_bytes": self.used,
-            "live_bytes": len(self._entries) * self.span,
-            "records": len(self._entries),
+            "live_bytes": len(self._records) * self.span,
+            "records": len(self._records),
             "segments": len(self._segments),
             "to_rewrite": len(self._forced),
             "in_flight": sum(segment.busy for segment in self._segments.values()),
@@ -434,9 +407,12 @@ class SegmentIndex:
         placed = {}
         for segment in self._segments.values():
             assert segment.busy >= 0, "more writes have landed than were started"
+            assert segment.condemned == len(segment.keys & self._condemned), "condemned wrong"
             for key in segment.keys:
                 placed[key] = segment.number
-                record = self._entries[key].record
+                record = self._records[key]
                 assert record.segment == segment.number, "a record is in another segment"
                 assert record.offset + self.span <= segment.size, "a record behind the end"
-        assert placed.keys() == self._entries.keys(), "a record is in no segment"
+        assert placed.keys() == self._records.keys(), "a record is in no segment"
+        assert set(self._order.keys()) == self._records.keys() - self._condemned
+        self._order.check()
