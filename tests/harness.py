@@ -162,6 +162,22 @@ class Cluster:
     def unwritten(self) -> float:
         return 0.0 if self.store is None else self.store.figures().get("unwritten_bytes", 0.0)
 
+    def kill_prefill(self, node: PrefillNode) -> None:
+        """What the end of its process leaves: closed sockets, and no mapping of the arena."""
+        node._server.close()
+        node.close()
+
+    def new_prefill(self, engine: StandinEngine, server: Server) -> PrefillNode:
+        return PrefillNode(
+            engine,
+            server,
+            512,
+            max_queued=64,
+            reuse=True,
+            store=self._store_client("prefill"),
+            load_patience_s=PATIENCE_S,
+        )
+
     def _store_client(self, role: str) -> StoreClient | None:
         if self.store is None:
             return None

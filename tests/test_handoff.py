@@ -288,7 +288,7 @@ def test_a_prefill_node_that_dies_costs_only_time(turns: int) -> None:
     answers = [cluster.submit(cluster.message(prompt)) for prompt in prompts]
     for _ in range(turns):
         cluster.turn()
-    cluster.prefill.pop()._server.close()
+    cluster.kill_prefill(cluster.prefill.pop())
     cluster.until(lambda: all(answer.ended for answer in answers))
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer.ids() == cluster.reply(prompt)

@@ -65,7 +65,7 @@ def test_another_prefill_node_takes_over_from_a_dead_one(share: float) -> None:
     of_it = 25 * 1536
     cluster.until(lambda: doomed._counters["computed_tokens"] - before >= share * of_it)
     assert doomed._counters["computed_tokens"] - before < of_it
-    doomed._server.close()
+    cluster.kill_prefill(doomed)
     cluster.prefill.remove(doomed)
     cluster.until(lambda: all(answer.ended for answer in answers), 60)
     for prompt, answer in zip(prompts, answers, strict=True):

@@ -13,7 +13,6 @@ from kvferry.kvstore.keys import checksum
 from kvferry.kvstore.router import Server
 from kvferry.kvstore.sockets import new_incarnation
 from kvferry.kvstore.wire import Abort, Generate, Stop, Welcome
-from kvferry.prefill_node.node import PrefillNode
 from kvferry.tests.harness import BLOCK, FINGERPRINT, Answer, Cluster, prompt_of
 
 
@@ -92,7 +91,7 @@ class Mix:
     def restart_prefill(self) -> None:
         """Kills the prefill node and starts another one on its address."""
         self.kills += 1
-        self.cluster.prefill[0]._server.close()
+        self.cluster.kill_prefill(self.cluster.prefill[0])
         deadline = time.monotonic() + 10
         while True:
             try:
@@ -103,7 +102,7 @@ class Mix:
         engine = self.cluster.prefill_engines[0]
         spec = engine.spec
         server.open(Welcome("prefill", FINGERPRINT, BLOCK, spec.num_blocks, spec.max_model_len, 0))
-        self.cluster.prefill[0] = PrefillNode(engine, server, 512, max_queued=64, reuse=True)
+        self.cluster.prefill[0] = self.cluster.new_prefill(engine, server)
 
     def judge(self) -> None:
         for one in self.asked:
