@@ -156,13 +156,18 @@ def test_a_stop_writes_what_waits(tmp_path: Path) -> None:
         assert store.load(keys) == 60
 
 
-def test_a_second_store_on_the_same_directory_is_refused(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_second_store_on_the_same_directory_is_refused(tmp_path: Path) -> None:
     with running(tmp_path):
         flags = [f"--store-dir={tmp_path / 'blocks'}", f"--arena-dir={tmp_path}"]
-        assert main(["store", "--store-ram=1MiB", *flags]) == 2
-    assert "in use by another store" in capfd.readouterr().err
+        second = subprocess.run(
+            [sys.executable, "-m", "kvferry", "store", "--store-ram=1MiB", *flags],
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+    assert second.returncode == 2
+    assert "in use by another store" in second.stderr
 
 
 def test_flags_that_cannot_be(capfd: pytest.CaptureFixture[str]) -> None:
