@@ -156,9 +156,10 @@ class FakeDecode:
                 saying = self._sayings.popleft()
                 for peer in list(self._router.peers.values()):
                     self._router.send(peer, saying)
-            if self.does.storm is not None:
+            storm = self.does.storm  # the test's own thread may end it at any moment
+            if storm is not None:
                 for peer in list(self._router.peers.values()):
-                    for frames in self.does.storm(peer, self._router.incarnation):
+                    for frames in storm(peer, self._router.incarnation):
                         self._router._put(peer.identity, frames)
             if now >= next_step and self._live and not self.does.hold:
                 next_step = now + self.does.pace
