@@ -11,7 +11,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -336,3 +336,20 @@ def running(
         node.close()
         context.destroy(linger=0)
         listener.close()
+
+
+@contextmanager
+def several(
+    folder: Path, count: int = 2, **settings: Any
+) -> Iterator[tuple[Rig, list[FakeDecode]]]:
+    """A gateway in front of so many decode nodes; the first request goes to the first one."""
+    with ExitStack() as stack:
+        nodes = [FakeDecode() for _ in range(count)]
+        for node in nodes[1:]:
+            stack.callback(node.close)
+        addresses = tuple(node.address for node in nodes)
+        rig = stack.enter_context(running(folder, nodes[0], decode_node=addresses, **settings))
+        yield rig, nodes
+        wait_until(rig.idle)
+        rig.gateway.nodes.check()
+        rig.gateway.check()

@@ -689,8 +689,10 @@ def test_a_node_of_another_role_is_not_used(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     first = FakeDecode()
-    with running(tmp_path / "m", first, prefill_node=(first.address,), wait=False):
+    with running(tmp_path / "m", first, prefill_node=(first.address,), wait=False) as rig:
         wait_until(lambda: "is not used: it is a decode node" in caplog.text)
+        (node,) = rig.gateway.nodes.prefill
+        assert not node.usable and not node.able
 
 
 def test_nodes_that_differ_are_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -712,8 +714,9 @@ def test_a_node_with_another_tokenizer_is_refused(
 ) -> None:
     first, other = FakeDecode(), FakeDecode(tokenizer="another")
     try:
-        with running(tmp_path / "m", first, decode_node=(first.address, other.address)):
+        with running(tmp_path / "m", first, decode_node=(first.address, other.address)) as rig:
             wait_until(lambda: "its tokenizer is 'another'" in caplog.text)
+            assert [node.usable for node in rig.gateway.nodes.decode] == [True, False]
     finally:
         other.close()
 

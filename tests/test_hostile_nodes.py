@@ -6,8 +6,8 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, get_args
 
@@ -39,7 +39,7 @@ from kvferry.kvstore.wire import (
 from kvferry.kvstore.wire import PromptSources as Sources
 from kvferry.kvstore.wire import Stages as StageTimes
 from kvferry.tests import web
-from kvferry.tests.gateway_rig import EOS, FakeDecode, Rig, ids_of, running, wait_until
+from kvferry.tests.gateway_rig import EOS, Rig, ids_of, several, wait_until
 from kvferry.tests.wire_fuzz import Fuzz
 
 pytestmark = pytest.mark.B5
@@ -53,21 +53,6 @@ BLOCKS = 64
 """What a fake node says that it has."""
 ADMIN = {"authorization": "Bearer root"}
 H = ids_of("H")[0]
-
-
-@contextmanager
-def beside(folder: Path, count: int = 2, **settings: Any) -> Iterator[tuple[Rig, list[FakeDecode]]]:
-    """A gateway in front of decode nodes, of which the first one gets the first request."""
-    with ExitStack() as stack:
-        nodes = [FakeDecode() for _ in range(count)]
-        for node in nodes[1:]:
-            stack.callback(node.close)
-        addresses = tuple(node.address for node in nodes)
-        rig = stack.enter_context(running(folder, nodes[0], decode_node=addresses, **settings))
-        yield rig, nodes
-        wait_until(rig.idle)
-        rig.gateway.nodes.check()
-        rig.gateway.check()
 
 
 def ask(rig: Rig, **body: Any) -> httpx.Response:
@@ -130,7 +115,7 @@ LIES: dict[str, Lie] = {
 @pytest.mark.C7
 @pytest.mark.parametrize("lie", LIES, ids=[name.replace(" ", "_") for name in LIES])
 def test_a_request_that_is_lied_to_goes_on_elsewhere(tmp_path: Path, lie: str) -> None:
-    with beside(tmp_path / "m") as (rig, (liar, honest)):
+    with several(tmp_path / "m") as (rig, (liar, honest)):
         liar.does.lies = LIES[lie]
         got = ask(rig)
         assert got.status_code == 200, got.text
@@ -152,7 +137,7 @@ def test_a_request_that_is_lied_to_goes_on_elsewhere(tmp_path: Path, lie: str) -
     ],
 )
 def test_with_nobody_else_it_ends_with_one_error(tmp_path: Path, lie: str, streamed: bool) -> None:
-    with beside(tmp_path / "m", 1, resume_timeout=0.3) as (rig, (liar,)):
+    with several(tmp_path / "m", 1, resume_timeout=0.3) as (rig, (liar,)):
         liar.does.lies = LIES[lie]
         if streamed:
             events = events_of(rig)
@@ -168,7 +153,7 @@ def test_one_that_goes_on_is_given_up_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("kvferry.gateway.node.OFFENCE_SECONDS", 60.0)
-    with beside(tmp_path / "m") as (rig, (liar, honest)):
+    with several(tmp_path / "m") as (rig, (liar, honest)):
         (node, _) = rig.gateway.nodes.decode
         liar.does.lies = LIES["a token outside the vocabulary"]
         before = time.monotonic()
@@ -195,7 +180,7 @@ def test_one_that_goes_on_is_given_up_for_a_while(
     [Sources(), Sources(device=1 << 53), Sources(device=30, decode=30)],
 )
 def test_an_account_that_cannot_be_is_not_passed_on(tmp_path: Path, sources: Sources) -> None:
-    with beside(tmp_path / "m", 1) as (rig, (liar,)):
+    with several(tmp_path / "m", 1) as (rig, (liar,)):
         liar.does.lies = lambda it: [*whole(it), done(it, sources)]
         got = ask(rig).json()
         assert got["choices"][0]["text"] == TEXT
@@ -206,7 +191,7 @@ def test_an_account_that_cannot_be_is_not_passed_on(tmp_path: Path, sources: Sou
 
 
 def test_keys_are_bounded_by_the_blocks_that_there_are(tmp_path: Path) -> None:
-    with beside(tmp_path / "m") as (rig, (liar, _)):
+    with several(tmp_path / "m") as (rig, (liar, _)):
         (node, _) = rig.gateway.nodes.decode
 
         def keys(first: int, count: int) -> bytes:
@@ -230,7 +215,7 @@ def test_keys_are_bounded_by_the_blocks_that_there_are(tmp_path: Path) -> None:
 
 
 def test_what_a_node_counts_never_spoils_the_page(tmp_path: Path) -> None:
-    with beside(tmp_path / "m", 1) as (rig, (liar,)):
+    with several(tmp_path / "m", 1) as (rig, (liar,)):
         (node,) = rig.gateway.nodes.decode
         names = ("up", "steps", "steps_total", "num_preemptions", "preemptions", "a" * 100, "x_sum")
         liar.say(Load(1, 2, 3, 4, 0, False, dict.fromkeys(names, 1e18)))
@@ -257,7 +242,7 @@ def test_an_absurd_answer_to_a_question_is_an_error_of_that_node(
     tmp_path: Path, body: bytes
 ) -> None:
     settings: dict[str, Any] = {"enable_debug": True, "admin_api_key": "root"}
-    with beside(tmp_path / "m", **settings) as (rig, (liar, _)):
+    with several(tmp_path / "m", **settings) as (rig, (liar, _)):
         liar.does.ignores = lambda message: type(message).__name__ == "DebugRequest"
         stop = threading.Event()
 
@@ -282,7 +267,7 @@ def test_an_absurd_answer_to_a_question_is_an_error_of_that_node(
 
 def test_a_lost_answer_to_a_question_is_told_as_an_error(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"enable_debug": True, "admin_api_key": "root"}
-    with beside(tmp_path / "m", **settings) as (rig, (first, _)):
+    with several(tmp_path / "m", **settings) as (rig, (first, _)):
         first.does.loses = lambda message: isinstance(message, DebugReply)
         nodes = rig.get("/debug/ledger", headers=ADMIN).json()["nodes"]
         assert "no answer" in nodes[0]["error"] and "error" not in nodes[1]
@@ -354,7 +339,7 @@ def test_a_storm_of_nonsense_changes_no_other_stream(
     # Given up again and again, but never for long: the storm is to go on.
     monkeypatch.setattr("kvferry.gateway.node.OFFENCE_SECONDS", 0.1)
     caplog.set_level(logging.INFO)
-    with beside(tmp_path / "m", first_token_timeout=2.0) as (rig, (stormy, honest)):
+    with several(tmp_path / "m", first_token_timeout=2.0) as (rig, (stormy, honest)):
         node, other = rig.gateway.nodes.decode
         stormy.say(Load(0, 0, 0, 0, BLOCKS, True, {}))
         wait_until(lambda: node.draining)

@@ -85,5 +85,6 @@ def test_who_leaves_the_line_gives_up_no_place() -> None:
         for one in tasks[1:9]:
             one.cancel()
         await asyncio.wait_for(tasks[9], 5)
+        assert tasks[0].done() and all(one.cancelled() for one in tasks[1:9])
 
     asyncio.run(run())

@@ -78,8 +78,10 @@ def test_reports_are_json_lines_and_a_lost_supervisor_is_no_error() -> None:
     os.close(writer)
 
 
-def test_reports_without_a_supervisor_go_nowhere() -> None:
+def test_reports_without_a_supervisor_go_nowhere(capfd: pytest.CaptureFixture[str]) -> None:
+    before = os.listdir("/proc/self/fd")
     StatusPipe(None).report(ready=True)
+    assert capfd.readouterr() == ("", "") and os.listdir("/proc/self/fd") == before
 
 
 def test_a_status_fd_that_is_not_open() -> None:

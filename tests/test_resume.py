@@ -6,7 +6,6 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,29 +26,12 @@ from kvferry.kvstore.wire import (
     Stop,
 )
 from kvferry.tests import web
-from kvferry.tests.gateway_rig import EOS, FakeDecode, Rig, ids_of, running, wait_until
+from kvferry.tests.gateway_rig import EOS, FakeDecode, Rig, ids_of, running, several, wait_until
 
 COMPLETIONS = "/v1/completions"
 TEXT = "Hello 0"
 LENGTH = len(TEXT) + 1
 """Tokens of an answer: its bytes and an end."""
-
-
-@contextmanager
-def several(
-    folder: Path, count: int = 2, **settings: Any
-) -> Iterator[tuple[Rig, list[FakeDecode]]]:
-    """A gateway in front of so many decode nodes; the first request goes to the first one."""
-    with ExitStack() as stack:
-        nodes = [FakeDecode() for _ in range(count)]
-        for node in nodes[1:]:
-            stack.callback(node.close)
-        addresses = tuple(node.address for node in nodes)
-        rig = stack.enter_context(running(folder, nodes[0], decode_node=addresses, **settings))
-        yield rig, nodes
-        wait_until(rig.idle)
-        rig.gateway.nodes.check()
-        rig.gateway.check()
 
 
 @pytest.fixture(scope="module")
