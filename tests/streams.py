@@ -19,7 +19,9 @@ from kvferry.tests import web
 from kvferry.tests.served import Served
 
 ADMIN = {"authorization": "Bearer root"}
-DEBUG = ("--enable-debug", "--enable-test-hooks", "--admin-api-key=root")
+DEBUG = ("--enable-debug", "--enable-test-hooks", "--admin-api-key=root",
+         "--kv-cache-memory-bytes=2MiB")  # fmt: skip
+"""With 8,192 blocks: a ledger proves something of every one of them."""
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
@@ -108,6 +110,14 @@ def idle(served: Served) -> bool:
     """Nothing is open, here or at any node."""
     found = ledger(served)["gateway"]
     return not (found["requests"] or any(link["requests"] for link in found["links"]))
+
+
+def clear_faults(served: Served, node: str) -> bool:
+    """Whether everyone asked has said so: an answer may be the last frame that is lost."""
+    body = {"node": node, "clear": True}
+    response = served.http.post("/debug/faults", json=body, headers=ADMIN)
+    assert response.status_code == 200, response.text
+    return not any("error" in node for node in response.json()["nodes"])
 
 
 def hold(served: Served, stages: list[str]) -> None:

@@ -89,11 +89,12 @@ def test_a_stopped_reader_bounds_what_is_on_its_way(monkeypatch: pytest.MonkeyPa
     prompts = [prompt_of(300 + number // 10, seed=number) for number in range(200)]
     answers = [cluster.submit(cluster.message(prompt, max_tokens=2)) for prompt in prompts]
     cluster.until(lambda: inbox.num_landed > 0)
-    until = time.monotonic() + 3
-    while time.monotonic() < until:
+    shipped, still_from = 0, time.monotonic()
+    while time.monotonic() < still_from + 0.5:
         prefill.turn()
         prefill.check()
-    shipped = prefill._counters["shipped_bytes"]
+        if prefill._counters["shipped_bytes"] > shipped:
+            shipped, still_from = prefill._counters["shipped_bytes"], time.monotonic()
     on_the_way = shipped - inbox.num_landed * cluster.engine.spec.block_bytes
     assert 0 < on_the_way <= 20 << 20, "4 MiB shared by fifty who came one after the other"
     cluster.until(lambda: all(answer.ended for answer in answers), 60)
@@ -160,14 +161,14 @@ def test_a_lost_frame_of_the_prefill_node_costs_only_time(kind: type) -> None:
 )
 def test_a_lost_frame_of_the_decode_node_costs_only_time(kind: type, times: int) -> None:
     large = replace(STANDIN, kv_bytes_per_token=1 << 17)  # 2 MiB a block: credit matters
-    cluster = Cluster(1, config=large, decode_blocks=100, prefill_blocks=100)
+    cluster = Cluster(1, config=large, decode_blocks=60, prefill_blocks=60)
     cluster.ask(prompt_of(150, seed=7), max_tokens=1)
     link = cluster.decode.receiver.links.ready(cluster.addresses[0])
     assert link is not None
     lossy = Lossy(link, lambda one: isinstance(one, kind) and lossy.lost < times)
-    answer = cluster.ask(prompt_of(700), max_tokens=2)
-    assert answer.ids() == cluster.reply(prompt_of(700), 2)
-    message = cluster.message(prompt_of(700, seed=1))
+    answer = cluster.ask(prompt_of(450), max_tokens=2)
+    assert answer.ids() == cluster.reply(prompt_of(450), 2)
+    message = cluster.message(prompt_of(450, seed=1))
     cluster.submit(message)
     cluster.until(lambda: any(one.offered for one in cluster.decode.receiver.inbox.all()))
     cluster.gateway.send(Abort(message.request))
