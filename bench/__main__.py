@@ -30,6 +30,14 @@ from kvferry.bench.scenarios import (
     warm_up,
 )
 from kvferry.bench.server import Arrangement, ServerFailed, explain, running
+from kvferry.bench.tiers import (
+    Conversations,
+    TierResults,
+    judge_tiers,
+    plain_speeds,
+    store_folder,
+    with_store,
+)
 from kvferry.bench.verdicts import Results, judge
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.settings import flag, option_name, parse, positional
@@ -60,11 +68,13 @@ class Plan:
     streams: tuple[int, ...] = (1, 4, 8)
     decode_tokens: int = 128
     quiet_s: float = 10.0
+    conversations: tuple[int, ...] = (2048, 4000, 6000)
+    """Tokens; the second is judged."""
 
 
 def plan(config: BenchConfig) -> Plan:
     if config.quick:
-        return Plan((256, 512, 1024), 1, 1, decode_tokens=24, quiet_s=1.5)
+        return Plan((256, 512, 1024), 1, 1, decode_tokens=24, quiet_s=1.5, conversations=(256, 512))
     return Plan((512, 2048, 6000), config.rounds, max(1, config.rounds // 3))
 
 
@@ -72,7 +82,7 @@ def arrangements(config: BenchConfig, available: frozenset[int]) -> tuple[Arrang
     """The servers to measure. The first is the one that is judged."""
     if config.url is not None:
         return (Arrangement("the server given", url=config.url),)
-    common = [f"--dtype={config.dtype}", *([config.model] if config.model else [])]
+    common = common_flags(config)
     first = min(available)
     alone = "--prefill-nodes=0"
     return (
@@ -80,6 +90,11 @@ def arrangements(config: BenchConfig, available: frozenset[int]) -> tuple[Arrang
         Arrangement("D alone, one core", (alone, f"--decode-cores={first}", *common)),
         Arrangement("D alone, all cores", (alone, *common)),
     )
+
+
+def common_flags(config: BenchConfig) -> list[str]:
+    """What every server is started with."""
+    return [f"--dtype={config.dtype}", *([config.model] if config.model else [])]
 
 
 class Run:
@@ -109,6 +124,24 @@ class Run:
                 self.model = server.target.model
                 self._measure(Cluster(server, self._prompts, self._progress))
         return Results(self._ttft, self._decode, self._interference)
+
+    def measure_tiers(self) -> TierResults | None:
+        """None of a server that somebody else runs: it cannot be killed."""
+        if self.config.url is not None:
+            return None
+        found = Conversations(self.plan.conversations, self.plan.few)
+        with store_folder() as folder:
+            arrangement = with_store(folder, common_flags(self.config))
+            self.arrangements += (arrangement,)
+            self._progress(f"{arrangement.name}: starting the server")
+            with running(arrangement, self.cores) as server:
+                found.before_the_kill(Cluster(server, self._prompts, self._progress))
+                server.kill()
+            speeds = plain_speeds(folder)
+            self._progress(f"{arrangement.name}: killed; starting it again")
+            with running(arrangement, self.cores) as server:
+                found.after_the_kill(Cluster(server, self._prompts, self._progress), folder)
+        return found.results(speeds)
 
     def _measure(self, cluster: Cluster) -> None:
         """Everything of the first arrangement; of others what it is compared by."""
@@ -150,12 +183,15 @@ def main(argv: Sequence[str]) -> int:
     run = Run(config)
     machine = this_machine()
     results = run.measure()
+    tiers = run.measure_tiers()
     verdicts = judge(results, run.judged, run.plan.sizes[1])
+    if tiers is not None:
+        verdicts += judge_tiers(tiers, run.plan.conversations[1])
     conditions = Conditions(
         command(config), run.model, config.seed, run.client_core, run.others,
         run.arrangements, config.quick,
     )  # fmt: skip
-    text = markdown(results, verdicts, machine, conditions)
+    text = markdown(results, tiers, verdicts, machine, conditions)
     print(text)
     if config.output is not None:
         write_section(config.output, "bench", text)

@@ -21,6 +21,7 @@ from kvferry.bench.scenarios import (
     TtftRounds,
 )
 from kvferry.bench.server import Arrangement
+from kvferry.bench.tiers import NEW_TOKENS, TIERS, TierResults
 from kvferry.bench.verdicts import Results, Verdict, cold_ttft, handoff, repeat_ttft
 
 STAGES = ("queue", "lookup", "load", "prefill", "transfer", "first_step")
@@ -41,7 +42,11 @@ class Conditions:
 
 
 def markdown(
-    results: Results, verdicts: Sequence[Verdict], machine: Machine, conditions: Conditions
+    results: Results,
+    tiers: TierResults | None,
+    verdicts: Sequence[Verdict],
+    machine: Machine,
+    conditions: Conditions,
 ) -> str:
     parts = [
         describe(machine, conditions),
@@ -55,6 +60,7 @@ def markdown(
         _decode(results.decode),
         "### While a long prompt arrives",
         _interference(results.interference),
+        *(["### The next turn, by tier", _tiers(tiers)] if tiers is not None else ()),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -189,6 +195,35 @@ def _interference(runs: Sequence[Interference]) -> str:
     return (
         f"{STREAMS} streams decode; busy is from the sending of a prompt of {size} tokens to its "
         "first token. Gaps of all rounds together.\n\n" + table(head, rows)
+    )
+
+
+def _tiers(results: TierResults) -> str:
+    rows = []
+    for one in results.rounds:
+        cold = spread(one.cold)
+        rows.append((f"{one.size:,}", "cold", milliseconds(cold), "", "", "100.0 %"))
+        for tier in TIERS:
+            floor = results.floor(one, tier)
+            rows.append(
+                (
+                    f"{one.size:,}",
+                    tier,
+                    milliseconds(one.spread(tier)),
+                    f"{1e3 * floor:,.0f}",
+                    f"{one.median(tier) / floor:.2f}",
+                    f"{100 * one.median(tier) / cold.median:.1f} %",
+                )
+            )
+    head = ("tokens", "from", "TTFT, ms", "floor, ms", "of the floor", "of cold")
+    host, disk = (results.speeds[tier] / 1e9 for tier in ("host", "disk"))
+    return (
+        f"A turn adds {NEW_TOKENS} tokens to a prompt of so many and its reply. *host*: after the "
+        "devices forgot. *disk*: everything was killed with SIGKILL and started again; the kernel "
+        "forgets the files' pages before each turn. The floor is the device's TTFT and the blocks' "
+        f"bytes at the speed of a plain copy out of shared memory ({host:.2f} GB/s) or of a read "
+        f"of the same files ({disk:.2f} GB/s). {len(results.rounds[0].cold)} rounds, median (least "
+        "to most).\n\n" + table(head, rows)
     )
 
 

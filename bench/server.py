@@ -29,6 +29,8 @@ from kvferry.kvstore.settings import without_settings
 READY_S = 600
 """The first start may convert the model."""
 END_S = 20
+ADMIN_KEY = "bench"
+"""Of a server that is to forget what its devices have; others ignore it."""
 _SERVES = re.compile(r"kvferry serves (\S+) at (http://\S+)/v1")
 
 
@@ -54,9 +56,13 @@ class Arrangement:
 class Server:
     """A server that is ready."""
 
-    def __init__(self, url: str, arrangement: Arrangement) -> None:
+    def __init__(
+        self, url: str, arrangement: Arrangement, process: subprocess.Popen[bytes] | None = None
+    ) -> None:
         self.arrangement = arrangement
-        self._http = httpx.Client(base_url=url, timeout=60)
+        self._process = process
+        admin = {"Authorization": f"Bearer {ADMIN_KEY}"}
+        self._http = httpx.Client(base_url=url, timeout=60, headers=admin)
         place = urlsplit(url)
         models = self._get("/v1/models").json()["data"]
         self.target = Target(place.hostname or "", place.port or 80, models[0]["id"])
@@ -74,6 +80,33 @@ class Server:
         page = self._get("/metrics").text
         line = re.compile(rf'^{name}\{{[^}}]*role="{role}"[^}}]*\}} (\S+)$', re.MULTILINE)
         return sum(float(value) for value in line.findall(page))
+
+    def forget_devices(self) -> None:
+        """Empties the pools of all nodes; what the store has stays."""
+        body = {"all": True, "tiers": ["device"]}
+        answer = self._http.post("/admin/cache/clear", json=body)
+        answer.raise_for_status()
+
+    def wait_written(self, seconds: float) -> float:
+        """Until the store has nothing left to write; bytes of a block in its memory.
+
+        The nodes are given a moment before: a block is offered when it is done.
+        """
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            time.sleep(1)
+            rows = self._get("/admin/cache/stats").json()["nodes"]
+            (store,) = (row for row in rows if row["role"] == "store")
+            host = store["tiers"]["host"]
+            if host["blocks"] and not store["gauges"]["unwritten_bytes"]:
+                return float(host["bytes"] / host["blocks"])
+        raise ServerFailed(f"the store has not written everything within {seconds:g} s")
+
+    def kill(self) -> None:
+        """Every process at once, without a word."""
+        assert self._process is not None, "a server that somebody else runs"
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
 
     def _get(self, path: str) -> httpx.Response:
         answer = self._http.get(path)
@@ -97,7 +130,7 @@ def running(arrangement: Arrangement, cores: frozenset[int]) -> Iterator[Server]
     with tempfile.TemporaryFile("w+") as log:
         process = _start(arrangement, cores, log)
         try:
-            server = Server(_wait(process), arrangement)
+            server = Server(_wait(process), arrangement, process)
             try:
                 yield server
             finally:

@@ -34,8 +34,10 @@ def identity(name: str, node: Node) -> Json:
 # -- forgetting ------------------------------------------------------------------------------------
 
 
-async def clear(nodes: Nodes, tenant: str | None) -> Json:
-    """Removes a tenant's blocks, or everybody's, that nobody is using, from every tier.
+async def clear(
+    nodes: Nodes, tenant: str | None, tiers: Sequence[str] = ("device", "store")
+) -> Json:
+    """Removes a tenant's blocks, or everybody's, that nobody is using, from these tiers.
 
     Of a tenant the stores remove their blocks. A device pool does not know whose its blocks are, so
     it forgets all that are not in use: the others' come back from the stores.
@@ -46,9 +48,14 @@ async def clear(nodes: Nodes, tenant: str | None) -> Json:
         A store is not there, or somebody did not answer: what it has is not known.
     """
     whose = b"" if tenant is None else tenant_key(tenant)
+    cleared: list[tuple[Json, Json]] = []
+    rows: list[Json] = []
+    absent: list[str] = []
     # The stores first: what a node has forgotten it would load from there again.
-    cleared = await _ask_stores(nodes, "clear", "Not every cache was cleared", tenant=whose)
-    rows, absent = await _reset_devices(nodes)
+    if "store" in tiers:
+        cleared = await _ask_stores(nodes, "clear", "Not every cache was cleared", tenant=whose)
+    if "device" in tiers:
+        rows, absent = await _reset_devices(nodes)
     for store, answer in cleared:
         host = {"evicted": answer["cleared_host"], "held": answer.get("held", 0)}
         disk = {"evicted": answer["cleared_disk"], "held": 0}

@@ -54,9 +54,12 @@ class CacheAdmin:
             raise BadRequest("Give either a tenant or all, not both.", param="tenant")
         if not asked.all and not asked.tenant:
             raise BadRequest('Give the tenant to clear, or {"all": true}.', param="tenant")
-        if asked.tenant:
+        if asked.tiers == []:
+            raise BadRequest("Give at least one tier to clear, or leave tiers out.", param="tiers")
+        tiers = asked.tiers or ("device", "store")
+        if asked.tenant and "store" in tiers:
             self._gateway.forget(asked.tenant)
-        return _json(await cache.clear(self._gateway.nodes, asked.tenant))
+        return _json(await cache.clear(self._gateway.nodes, asked.tenant, tiers))
 
     async def inspect(self, request: Request) -> Response:
         chain = await self._chain(request)

@@ -45,6 +45,7 @@ class CacheConfig:
     tenant: str | None = flag(None, "whose: the name of an API key [default]", metavar="NAME")
     ttl: float | None = flag(None, "seconds a pin lasts, or a prefetch may take", metavar="S")
     all: bool = flag(False, "clear everybody's blocks")
+    tier: Literal["device", "store"] | None = flag(None, "clear this tier only")
     json: bool = flag(False, "print the answer as it came")
 
 
@@ -83,7 +84,8 @@ def _body(config: CacheConfig, action: str) -> Json | None:
     if action == "clear":
         if config.all == (config.tenant is not None):
             raise ConfigError("clear needs either --tenant NAME or --all")
-        return {"all": True} if config.all else {"tenant": config.tenant}
+        body: Json = {"all": True} if config.all else {"tenant": config.tenant}
+        return body if config.tier is None else body | {"tiers": [config.tier]}
     body = _chain(config, action)
     if config.tenant is not None:
         body["tenant"] = config.tenant

@@ -8,7 +8,7 @@ values make sense together is for `parameters`, and nothing here knows a model.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -223,6 +223,8 @@ class CacheClear(Struct, frozen=True, kw_only=True):
 
     tenant: str | None = None
     all: bool | None = None
+    tiers: list[Literal["device", "store"]] | None = None
+    """Those that forget; everything otherwise. `store` is memory and disk."""
 
 
 # -- decoding --------------------------------------------------------------------------------------

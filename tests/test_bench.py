@@ -37,6 +37,7 @@ from kvferry.bench.load import (
 from kvferry.bench.prompts import NoChats, Prompts, chats_of
 from kvferry.bench.report import write_section
 from kvferry.bench.scenarios import BadAnswer, Interference, Ttft, TtftRounds, check_whole
+from kvferry.bench.tiers import TierResults, TierRounds, judge_tiers
 from kvferry.bench.verdicts import Results
 from kvferry.bench.verdicts import judge as judge_ratios
 from kvferry.tests.oracle import Greedy
@@ -361,6 +362,16 @@ def test_a_hand_off_that_never_was_does_not_pass() -> None:
     nothing = replace(rounds(1.0, 0.1, 0.0), shipped_bytes=0.0)
     verdicts = judge_ratios(Results([nothing], [], []), "apart", 2048)
     assert [verdict.holds for verdict in verdicts] == [False, True]
+
+
+@pytest.mark.parametrize(("disk_s", "holds"), [(0.3, [True, True]), (0.31, [False, False])])
+def test_a_kill_costs_the_next_turn_little(disk_s: float, holds: list[bool]) -> None:
+    warm = {"device": (0.1,) * 3, "host": (0.2,) * 3, "disk": (9.0, disk_s, 0.1)}
+    sizes = tuple(TierRounds(size, (3.0,) * 3, warm, 5e8) for size in (2000, 4000))
+    results = TierResults(sizes, {"host": 5e9, "disk": 1e9})
+    assert [verdict.holds for verdict in judge_tiers(results, 4000)] == holds
+    floors = [results.floor(sizes[0], tier) for tier in ("device", "host", "disk")]
+    assert floors == pytest.approx([0.1, 0.2, 0.6])
 
 
 def test_a_section_is_replaced_and_the_rest_stays(tmp_path: Path) -> None:

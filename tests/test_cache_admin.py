@@ -316,10 +316,24 @@ def test_a_reset_clears_every_tier_and_says_what_went(rig: Rig, store: Store) ->
     assert store.rig.bytes_on_disk() == 0
 
 
+def test_one_tier_is_cleared_and_the_other_keeps_what_it_has(rig: Rig, store: Store) -> None:
+    keys = keys_of(rig, prompt=text("tiers ", 6), tenant="alice")
+    named = [key.hex() for key in keys]
+    store.put(keys, "alice")
+    answer = ask(rig, "clear", all=True, tiers=["device"])
+    assert answer["tiers"] == {"device": {"evicted": 5, "held": 2}}
+    assert ask(rig, "inspect", keys=named)["summary"]["host"] == len(keys)
+    answer = ask(rig, "clear", tenant="alice", tiers=["store"])
+    assert set(answer["tiers"]) == {"host", "disk"}
+    assert ask(rig, "inspect", keys=named)["summary"]["host"] == 0
+
+
 @pytest.mark.parametrize(
     ("action", "body", "param"),
     [
         ("clear", {}, "tenant"),
+        ("clear", {"all": True, "tiers": []}, "tiers"),
+        ("clear", {"all": True, "tiers": ["disk"]}, "tiers[0]"),
         ("clear", {"tenant": ""}, "tenant"),
         ("clear", {"tenant": "a", "all": True}, "tenant"),
         ("pin", {"keys": ["0" * 32]}, "ttl"),
@@ -412,6 +426,9 @@ def test_the_command_line_asks_all_of_it(
     assert "host 3" in cache("prefetch", *(f"--key={key.hex()}" for key in keys))
     stats = cache("stats")
     assert store.address in stats and "blocks 3" in stats
+    assert set(json.loads(cache("clear", "--all", "--tier=device", "--json"))["tiers"]) == {
+        "device"
+    }
     told = cache("clear", "--tenant=alice").splitlines()
     assert {"host: 3 blocks gone, 0 in use", "disk: 3 blocks gone, 0 in use"} <= set(told)
     assert cache("inspect", *chain).startswith(".....")
