@@ -25,6 +25,7 @@ import numpy as np
 from kvferry.kernels.standin import StandinConfig, standin_reply
 from kvferry.tests import web
 from kvferry.tests.gateway_rig import wait_until
+from kvferry.tests.many_requests import growth, small_server
 from kvferry.tests.served import Served
 from kvferry.tests.streams import Stream, at_once, idle, ledger, prompt_of, serving
 
@@ -309,6 +310,28 @@ def full_queue(rig: Rig) -> Iterator[Measured]:
     yield Measured("D11", "a full queue refuses: p95", len(refused), percentile(refused, 95), 1.0)
 
 
+def many_requests() -> Iterator[Measured]:
+    """20,000 short requests over tiers that fail, after 2,000 to warm up."""
+    with (
+        tempfile.TemporaryDirectory(prefix="kvferry-measure-") as folder,
+        small_server(Path(folder)) as rush,
+    ):
+        rush.run(2000, seed=0)
+        before = rush.figures()
+        rush.run(20_000, seed=1)
+        after = rush.figures()
+        yield Measured("D4", "20,000 short requests: wrong answers", 1, len(rush.wrong), 0, "")
+        for name, limit, unit in (("open_fds", 4, ""), ("threads", 0, "")):
+            found = growth(before, after, name)
+            yield Measured("D4", f"of a process, {name} more than before", 1, found, limit, unit)
+        share = max(
+            (after[who]["rss_bytes"] - before[who]["rss_bytes"])
+            / max(0.02 * before[who]["rss_bytes"], 16 << 20)
+            for who in before
+        )
+        yield Measured("D4", "of a process, memory grown, to 16 MiB or 2 %", 1, share, 1.0, "x")
+
+
 def starts() -> Measured:
     """Gateway, two nodes of each kind and a store, one start after the other."""
     failed = 0
@@ -335,6 +358,7 @@ SETS: tuple[tuple[Callable[[Rig], Iterator[Measured]], tuple[str, ...]], ...] = 
 def measure() -> Iterator[Measured]:
     """Everything, one server after the other."""
     yield starts()
+    yield from many_requests()
     for cases, flags in SETS:
         with (
             tempfile.TemporaryDirectory(prefix="kvferry-measure-") as folder,

@@ -230,7 +230,7 @@ class Soak:
 
     def leftovers(self) -> list[str]:
         """What is still held anywhere."""
-        return list(_held(self.ledger(), ""))
+        return list(held(self.ledger(), ""))
 
     def await_empty(self, seconds: float) -> list[str]:
         """What is left after at most that long."""
@@ -248,7 +248,7 @@ HELD_OF_ARENA = ("leased", "filling", "withdrawn", "quarantined")
 """Slots that nodes may write into are theirs as long as they live."""
 
 
-def _held(value: object, path: str) -> Any:
+def held(value: object, path: str) -> Any:
     """What a ledger says that is held. Who could not be asked may hold anything."""
     if isinstance(value, dict):
         for name, inner in value.items():
@@ -265,10 +265,10 @@ def _held(value: object, path: str) -> Any:
             if name in HELD and isinstance(inner, int | float) and inner:
                 yield f"{path}{name}={inner}"
             else:
-                yield from _held(inner, f"{path}{name}.")
+                yield from held(inner, f"{path}{name}.")
     elif isinstance(value, list):
         for index, inner in enumerate(value):
-            yield from _held(inner, f"{path}{index}.")
+            yield from held(inner, f"{path}{index}.")
 
 
 @dataclass(frozen=True)

@@ -6,20 +6,18 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.tests.soak import _held, run
+from kvferry.tests.soak import held, run
 
 MINUTES = 2.0
 
 
 def test_what_could_not_be_asked_is_not_empty() -> None:
     empty = {"blocks": {"held": 0, "cached": 9}, "requests": 0, "check": {"node": "ok"}}
-    assert not list(_held({"gateway": empty, "nodes": [empty, empty]}, ""))
+    assert not list(held({"gateway": empty, "nodes": [empty, empty]}, ""))
     lost = {"name": "decode-1", "error": "no answer within 2 s"}
-    assert len(list(_held({"gateway": empty, "nodes": [empty, lost]}, ""))) == 1
-    assert list(_held({"nodes": [empty | {"blocks": {"held": 3}}]}, "")) == [
-        "nodes.0.blocks.held=3"
-    ]
-    assert len(list(_held({"nodes": [empty | {"check": {"node": "broken: x"}}]}, ""))) == 1
+    assert len(list(held({"gateway": empty, "nodes": [empty, lost]}, ""))) == 1
+    assert list(held({"nodes": [empty | {"blocks": {"held": 3}}]}, "")) == ["nodes.0.blocks.held=3"]
+    assert len(list(held({"nodes": [empty | {"check": {"node": "broken: x"}}]}, ""))) == 1
 
 
 @pytest.mark.B1
