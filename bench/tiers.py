@@ -15,7 +15,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +45,7 @@ class TierRounds:
 
     size: int
     cold: tuple[float, ...]
-    warm: dict[str, tuple[float, ...]]
+    warm: Mapping[str, tuple[float, ...]]
     bytes_loaded: float
     """Of one conversation's blocks."""
 
@@ -59,7 +59,7 @@ class TierRounds:
 @dataclass(frozen=True, slots=True)
 class TierResults:
     rounds: tuple[TierRounds, ...]
-    speeds: dict[str, float]
+    speeds: Mapping[str, float]
     """Bytes a second of a plain copy or read, by tier."""
 
     def floor(self, one: TierRounds, tier: str) -> float:

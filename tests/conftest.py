@@ -42,6 +42,13 @@ def usual_store(tmp_path: Path) -> Iterator[None]:
     Cluster.usual_store = None
 
 
+@pytest.fixture(params=["inline", "arena"])
+def both_transfers(request: pytest.FixtureRequest) -> None:
+    """Once without a store, and once with one through whose arena blocks are shipped."""
+    if request.param == "arena":
+        request.getfixturevalue("usual_store")
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The folder of the default model, converted once for all sessions of this machine."""

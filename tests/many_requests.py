@@ -140,4 +140,4 @@ def _ids(said: bytes) -> list[int]:
 
 def growth(before: dict[str, dict[str, Any]], after: dict[str, dict[str, Any]], name: str) -> float:
     """The most that any process has of `name` more than before."""
-    return max(after[who][name] - before[who][name] for who in before)
+    return max(float(after[who][name] - before[who][name]) for who in before)

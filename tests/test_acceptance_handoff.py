@@ -25,13 +25,7 @@ from kvferry.kvstore.wire import (
 from kvferry.prefill_node.job import Job
 from kvferry.tests.harness import DECODE_LIMITS, STANDIN, Answer, Cluster, prompt_of
 
-
-@pytest.fixture(autouse=True, params=["inline", "arena"])
-def transfer(request: pytest.FixtureRequest) -> None:
-    """Without a store, and with one through whose arena blocks are shipped."""
-    if request.param == "arena":
-        request.getfixturevalue("usual_store")
-
+pytestmark = pytest.mark.usefixtures("both_transfers")
 
 STAGES = ("waiting", "offered", "mid-chunk", "in transfer", "landed", "decoding")
 

@@ -26,6 +26,7 @@ from kvferry.kvstore.wire import (
     Drain,
     Hello,
     Inquire,
+    Lent,
     Message,
     Offer,
     Progress,
@@ -47,6 +48,7 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
 
 @pytest.mark.B3
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.6, 0.9])
+@pytest.mark.usefixtures("both_transfers")
 def test_another_prefill_node_takes_over_from_a_dead_one(share: float) -> None:
     """Fifty requests on two nodes; one dies when it has computed that share of its chunks."""
     cluster = Cluster(2, limits=replace(DECODE_LIMITS, max_num_seqs=50), decode_blocks=6000,
@@ -134,9 +136,13 @@ class Lossy:
 @pytest.mark.parametrize(
     "kind", [Accepted, Blocks, Complete, TransferAborted, Progress], ids=lambda kind: kind.__name__
 )
+@pytest.mark.usefixtures("both_transfers")
 def test_a_lost_frame_of_the_prefill_node_costs_only_time(kind: type) -> None:
     cluster = Cluster(1)
-    lossy = Lossy(cluster.prefill[0]._server, lambda one: isinstance(one, kind) and lossy.lost == 0)
+    kinds = (Blocks, Lent) if kind is Blocks else kind  # a shipment by slot says it otherwise
+    lossy = Lossy(
+        cluster.prefill[0]._server, lambda one: isinstance(one, kinds) and lossy.lost == 0
+    )
     answer = cluster.submit(cluster.message(prompt_of(2000)))
     if kind is Progress:  # it is asked for only where nothing moves
         cluster.prefill[0].debug.hold = frozenset({"prefill"})
@@ -159,6 +165,7 @@ def test_a_lost_frame_of_the_prefill_node_costs_only_time(kind: type) -> None:
     [(Offer, 8), (Credit, 8), (AbortTransfer, 2)],  # an abort is said again every second
     ids=["Offer", "Credit", "AbortTransfer"],
 )
+@pytest.mark.usefixtures("both_transfers")
 def test_a_lost_frame_of_the_decode_node_costs_only_time(kind: type, times: int) -> None:
     large = replace(STANDIN, kv_bytes_per_token=1 << 17)  # 2 MiB a block: credit matters
     cluster = Cluster(1, config=large, decode_blocks=60, prefill_blocks=60)
@@ -179,6 +186,7 @@ def test_a_lost_frame_of_the_decode_node_costs_only_time(kind: type, times: int)
 
 
 @pytest.mark.B3
+@pytest.mark.usefixtures("both_transfers")
 def test_a_prefill_node_that_stalls_is_given_up() -> None:
     cluster = Cluster(2)
     cluster.ask(prompt_of(200, seed=50), prefill_nodes=(cluster.addresses[0],))
