@@ -26,6 +26,24 @@ settings.register_profile(
 settings.load_profile("here")
 
 
+SERVERS = frozenset(
+    f"test_{name}"
+    for name in (
+        *("curve", "disconnects", "equality", "gateway_process", "many_requests", "openai_client"),
+        *("serve", "several", "soak", "socket_abuse", "store_process", "supervisor"),
+    )
+)
+"""Modules that start whole servers: one after another, however many workers there are."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Says what a worker runs in one piece, so that fixtures of a module are made once."""
+    for item in items:
+        module = item.path.stem
+        group = "servers" if module in SERVERS else module
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 @pytest.fixture(autouse=True)
 def no_cluster_outlives_its_test() -> Iterator[None]:
     yield

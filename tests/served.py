@@ -76,11 +76,13 @@ class Served:
         """The role of a process, if it is a child of this supervisor."""
         try:
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent != self.process.pid:
+                return None
             command = (entry / "cmdline").read_bytes().split(b"\0")
         except (OSError, IndexError):
             return None  # it has just ended
         roles = (role for role in ROLES if role.encode() in command[:6])
-        return next(roles, None) if parent == self.process.pid else None
+        return next(roles, None)
 
     # -- asking ---------------------------------------------------------------------------------
 

@@ -48,11 +48,12 @@ class Fuzz:
     def __init__(self, seed: int, texts: Sequence[str] = ()) -> None:
         self.dice = random.Random(seed)
         self._texts = (*_TEXTS, *texts)
+        self._tokens = pack_tokens([3 + self.dice.randrange(250) for _ in range(1 << 15)])
+        self._infos: dict[type, inspect.StructType] = {}
 
     def absurd(self, kind: type[Kind]) -> Kind:
         """Every field is some value that the decoder lets through."""
-        info = inspect.type_info(kind)
-        assert isinstance(info, inspect.StructType)
+        info = self._info(kind)
         while True:
             try:
                 return kind(**{field.name: self._value(field.type) for field in info.fields})
@@ -61,8 +62,7 @@ class Fuzz:
 
     def nearly(self, message: Kind) -> Kind:
         """The message with another value in one or two of its fields."""
-        info = inspect.type_info(type(message))
-        assert isinstance(info, inspect.StructType)
+        info = self._info(type(message))
         fields = self.dice.sample(info.fields, min(len(info.fields), self.dice.choice((1, 1, 2))))
         while True:
             changes = {field.name: self._value(field.type) for field in fields}
@@ -118,6 +118,13 @@ class Fuzz:
         sums = tuple(checksum(payload) for payload in payloads)
         return msgspec.structs.replace(message, checksums=sums)
 
+    def _info(self, kind: type) -> inspect.StructType:
+        if kind not in self._infos:
+            info = inspect.type_info(kind)
+            assert isinstance(info, inspect.StructType)
+            self._infos[kind] = info
+        return self._infos[kind]
+
     # -- values -----------------------------------------------------------------------------------
 
     def _value(self, kind: inspect.Type) -> Any:
@@ -159,4 +166,5 @@ class Fuzz:
         count = self.dice.choice((0, 1, 3, 64, 1600, 1 << 16))
         if self.dice.random() < 0.5:
             return self.dice.randbytes(count)
-        return pack_tokens([3 + self.dice.randrange(250) for _ in range(count // 4)])
+        start = self.dice.randrange(1 << 8) * 4
+        return self._tokens[start : start + count]
