@@ -18,10 +18,11 @@ from types import FrameType
 import uvicorn
 import zmq
 from prometheus_client import disable_created_metrics
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from kvferry.gateway.app import build_app
 from kvferry.gateway.config import GatewayConfig
-from kvferry.gateway.errors import shutting_down
+from kvferry.gateway.errors import BadRequest, shutting_down
 from kvferry.gateway.model import ServedModel, load_model
 from kvferry.gateway.nodes import Nodes
 from kvferry.gateway.service import Gateway
@@ -88,6 +89,19 @@ def serve(
         context.destroy(linger=0)
 
 
+class Protocol(HttpToolsProtocol):
+    """HTTP/1.1 whose answer to what is none is JSON, too."""
+
+    def send_400_response(self, msg: str) -> None:
+        body = BadRequest(msg, code="invalid_http").body()
+        head = (
+            "HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        )
+        self.transport.write(head.encode() + body)
+        self.transport.close()
+
+
 class Server(uvicorn.Server):
     """uvicorn with a drain before its shutdown."""
 
@@ -96,7 +110,7 @@ class Server(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 build_app(gateway),
-                http="httptools",
+                http=Protocol,
                 loop="uvloop",
                 ws="none",
                 lifespan="on",

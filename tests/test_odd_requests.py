@@ -4,6 +4,7 @@ request notices."""
 from __future__ import annotations
 
 import json
+import socket
 from collections.abc import Iterator
 from typing import Any
 
@@ -212,6 +213,26 @@ def check_json(method: str, response: httpx.Response) -> None:
     assert response.headers["x-request-id"] == response.headers["request-id"]
     if method != "HEAD":
         assert error_of(response)["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"nonsense\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nContent-Length: many\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # a client that speaks TLS
+    ],
+    ids=["no-request", "version", "length", "tls"],
+)
+def test_what_is_no_http_gets_json_as_well(rig: Rig, sent: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", rig.port), timeout=20) as connection:
+        connection.sendall(sent)
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400 ") and b"Content-Type: application/json" in head
+    assert json.loads(body)["error"]["code"] == "invalid_http"
+    assert rig.get("/health").status_code == 200
 
 
 def test_a_doubled_or_missing_prefix_is_explained(rig: Rig) -> None:
