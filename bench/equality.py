@@ -1,8 +1,9 @@
 """`make bench-equality`: the server's greedy float32 output against plain `transformers`.
 
 Owns the prompts' lengths, the ways in which each is asked, and the comparison: alone and sixteen at
-once, cold and repeated, with prefill apart and with the decode node alone. A difference counts
-unless the oracle was undecided there; such ties are listed, and what follows one is not compared.
+once, cold and repeated, with prefill apart and with the decode node alone, and out of each tier of
+a store, which is killed with everything else before its disk is read. A difference counts unless
+the oracle was undecided there; such ties are listed, and what follows one is not compared.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +29,7 @@ from kvferry.bench.prompts import NoChats, Prompts, load_chats
 from kvferry.bench.report import machine_lines, write_section
 from kvferry.bench.scenarios import BadAnswer, check_whole
 from kvferry.bench.server import Arrangement, Server, ServerFailed, explain, running
+from kvferry.bench.tiers import store_folder
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.model_files import resolve_model
 from kvferry.kvstore.settings import default_cache_dir, flag, flag_from_environ, parse, positional
@@ -39,6 +42,8 @@ BLOCK = 16
 """Tokens that must be repeated before any of them is found."""
 APART = Arrangement("P apart", ("--prefill-nodes=1",))
 ALONE = Arrangement("D alone", ("--prefill-nodes=0",))
+STORED = "P apart, with a store"
+WRITTEN_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,16 +65,18 @@ class Way:
     name: str
     salt: str
     batch: int
-    cached: bool
-    """Whether the same was asked before."""
+    tier: str = ""
+    """What has it, as the same was asked before; empty: nothing has."""
 
 
 WAYS = (
-    Way("alone, cold", "alone", 1, False),
-    Way("alone, repeated", "alone", 1, True),
-    Way(f"{BATCH} at once, cold", "batch", BATCH, False),
-    Way(f"{BATCH} at once, repeated", "batch", BATCH, True),
+    Way("alone, cold", "alone", 1),
+    Way("alone, repeated", "alone", 1, "device"),
+    Way(f"{BATCH} at once, cold", "batch", BATCH),
+    Way(f"{BATCH} at once, repeated", "batch", BATCH, "device"),
 )
+FROM_HOST = Way(f"{BATCH} at once, from the host tier", "batch", BATCH, "host")
+FROM_DISK = Way(f"{BATCH} at once, from the disk tier after a kill", "batch", BATCH, "disk")
 
 
 class Equality:
@@ -94,19 +101,43 @@ class Equality:
         print(f"{time.monotonic() - self._start:6.1f} s  {line}", file=sys.stderr, flush=True)
 
     def ask_everything(self) -> list[Outcome]:
-        return [outcome for one in (APART, ALONE) for outcome in self._ask_server(one)]
+        plain = [outcome for one in (APART, ALONE) for outcome in self._ask_server(one)]
+        return [*plain, *self._ask_tiers()]
 
     def _ask_server(self, arrangement: Arrangement) -> Iterator[Outcome]:
+        with self._running(arrangement) as server:
+            for way in WAYS:
+                yield self._told(server, way)
+
+    def _ask_tiers(self) -> Iterator[Outcome]:
+        """Cold, then out of the arena, then out of the files of a server that was killed."""
+        with store_folder() as folder:
+            sizes = ("--store-ram=2GiB", "--store-disk=8GiB", f"--store-dir={folder}")
+            key = "--admin-api-key=bench"
+            arrangement = Arrangement(STORED, (*APART.flags, key, *sizes))
+            with self._running(arrangement) as server:
+                yield self._told(server, WAYS[2])
+                server.forget_devices()
+                yield self._told(server, FROM_HOST)
+                server.wait_written(WRITTEN_S)
+                server.kill()
+            with self._running(arrangement) as server:
+                yield self._told(server, FROM_DISK)
+
+    @contextmanager
+    def _running(self, arrangement: Arrangement) -> Iterator[Server]:
         config = self.config
         flags = ("--dtype=float32", f"--max-num-seqs={BATCH}", f"--cache-dir={config.cache_dir}")
         model = (config.model,) if config.model else ()
         started = Arrangement(arrangement.name, (*arrangement.flags, *flags, *model))
         self.progress(f"{arrangement.name}: starting the server")
         with running(started, cores()) as server:
-            for way in WAYS:
-                outcome = self._ask(server, way)
-                self.progress(f"{outcome.arrangement}, {way.name}: {self._summary(outcome)}")
-                yield outcome
+            yield server
+
+    def _told(self, server: Server, way: Way) -> Outcome:
+        outcome = self._ask(server, way)
+        self.progress(f"{outcome.arrangement}, {way.name}: {self._summary(outcome)}")
+        return outcome
 
     def _ask(self, server: Server, way: Way) -> Outcome:
         outputs: list[Output] = []
@@ -119,7 +150,7 @@ class Equality:
             answers = asyncio.run(together(server.target, asks))
             for at, ask, answer in zip(group, asks, answers, strict=True):
                 check_whole(ask, answer)
-                _check_cached(answer, way.cached)
+                _check_cached(answer, way.tier)
                 outputs.append(Output(at, tuple(answer.ids)))
                 sources.update(answer.timings["prompt_tokens"])
         used = tuple((name, count) for name, count in sources.items() if count)
@@ -136,12 +167,13 @@ def groups(count: int, size: int) -> list[range]:
     return [range(start, min(count, start + size)) for start in dict.fromkeys(starts)]
 
 
-def _check_cached(answer: Answer, cached: bool) -> None:
-    found = answer.cached_tokens
-    if not cached and found:
-        raise BadAnswer(f"a cold prompt of {answer.prompt_tokens} tokens found {found} cached")
-    if cached and not found and answer.prompt_tokens > BLOCK:
-        raise BadAnswer(f"a repeated prompt of {answer.prompt_tokens} tokens found nothing cached")
+def _check_cached(answer: Answer, tier: str) -> None:
+    found = answer.timings["prompt_tokens"]
+    kept = {name: found[name] for name in ("device", "host", "disk")}
+    if not tier and any(kept.values()):
+        raise BadAnswer(f"a cold prompt of {answer.prompt_tokens} tokens was found: {kept}")
+    if tier and not kept[tier] and answer.prompt_tokens > BLOCK:
+        raise BadAnswer(f"of {answer.prompt_tokens} tokens none came from {tier}: {kept}")
 
 
 def conditions(run: Equality) -> list[str]:

@@ -2,7 +2,9 @@
 
 Greedy, float32, 16 new tokens of 18 prompts of 5 to 1,000 tokens (more and longer in
 `make bench-equality`): alone and in a batch of 16, cold and repeated, with a prefill node and
-without one. A difference counts unless the oracle itself was undecided there.
+without one. Random weights as well: around the sizes of a block and a chunk, out of every tier of a
+store, after a kill of everything, and after a preemption. A difference counts unless the oracle
+itself was undecided there.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from kvferry.tests.gateway_rig import wait_until
 from kvferry.tests.oracle import TIE, Judge, greedy, load_oracle
 from kvferry.tests.real_prompts import real_prompts
 from kvferry.tests.served import Served
@@ -132,5 +135,62 @@ def test_lengths_around_block_and_chunk(
         check(judge, cold, together(served, cold, NEW, "b9"), cached=False)
         check(judge, cold, together(served, cold, NEW, "b9"), cached=True)
         check(judge, prompts, together(served, prompts, NEW, "b9"), cached=True)
+    finally:
+        assert served.stop() == 0
+
+
+def test_every_tier_gives_the_text_of_the_oracle(smollm2: Path, tiny: Path, tmp_path: Path) -> None:
+    """Cold, from host memory, and from disk after everything was killed."""
+    prompts = real_prompts(smollm2, AROUND)
+    judge = Judge(load_oracle(tiny))
+    flags = ("--prefill-nodes=1", "--admin-api-key=root", "--store-ram=64MiB",
+             "--store-disk=256MiB", f"--store-dir={tmp_path / 'blocks'}")  # fmt: skip
+    served = Served(tiny, tmp_path / "log", *flags)
+    admin = {"authorization": "Bearer root"}
+    try:
+        check(judge, prompts, together(served, prompts, NEW, "tiers"), cached=False)
+        body = {"all": True, "tiers": ["device"]}
+        assert served.post("/admin/cache/clear", body, headers=admin).status_code == 200
+        answers = together(served, prompts, NEW, "tiers")
+        check(judge, prompts, answers, cached=True)
+        assert came_from(answers, "host")
+        wait_until(lambda: served.metric("kvferry_store_unwritten_bytes") == 0, 30)
+    finally:
+        served.kill()
+    served = Served(tiny, tmp_path / "log", *flags)
+    try:
+        answers = together(served, prompts, NEW, "tiers")
+        check(judge, prompts, answers, cached=True)
+        assert came_from(answers, "disk")
+    finally:
+        assert served.stop() == 0
+
+
+def came_from(answers: Sequence[Any], tier: str) -> bool:
+    """All that was cached."""
+    found = [answer["timings"]["prompt_tokens"] for answer in answers]
+    cached = [answer["usage"]["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+    return [one[tier] for one in found] == cached
+
+
+@pytest.mark.D3
+def test_what_was_preempted_is_the_text_of_the_oracle(
+    smollm2: Path, tiny: Path, tmp_path: Path
+) -> None:
+    """Sixteen at once over a pool for five: what gives way comes back from the store."""
+    prompts = real_prompts(smollm2, range(97, 113))
+    flags = ("--prefill-nodes=0", "--kv-cache-memory-bytes=640KiB", "--max-model-len=256",
+             "--store-ram=64MiB", "--store-disk=0")  # fmt: skip
+    served = Served(tiny, tmp_path / "log", *flags)
+    try:
+        with ThreadPoolExecutor(BATCH) as pool:
+            asked = [
+                pool.submit(served.complete, prompt=prompt, max_tokens=100, return_token_ids=True)
+                for prompt in prompts
+            ]
+        judge = Judge(load_oracle(tiny))
+        for prompt, one in zip(prompts, asked, strict=True):
+            assert judge(prompt, one.result()["choices"][0]["token_ids"]).equal
+        assert served.metric("kvferry_num_preemptions_total") > 0
     finally:
         assert served.stop() == 0
