@@ -34,8 +34,8 @@ from kvferry.gateway.routing import KnownKeys
 from kvferry.gateway.schemas import ChatRequest
 from kvferry.kvstore.keys import KEY_BYTES, root_key
 from kvferry.kvstore.model_files import resolve_model
+from kvferry.kvstore.node_messages import KeyBatch
 from kvferry.kvstore.settings import default_cache_dir
-from kvferry.kvstore.wire import KeyBatch
 
 SIZES = (1_000, 10_000, 100_000)
 NEW_TOKENS = 200

@@ -30,9 +30,10 @@ from numpy.typing import NDArray
 
 from kvferry.kvstore.keys import chain, checksum, root_key, tenant_key
 from kvferry.kvstore.link import Client
+from kvferry.kvstore.link_messages import Hello
 from kvferry.kvstore.sockets import new_incarnation
 from kvferry.kvstore.store_client import StoreClient, Transfer
-from kvferry.kvstore.wire import PROTOCOL, Hello
+from kvferry.kvstore.wire import PROTOCOL
 
 ROUNDS = 7
 SMOLLM2_BLOCK_BYTES = 368_640

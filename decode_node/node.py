@@ -28,23 +28,14 @@ from kvferry.kernels.engine import Engine
 from kvferry.kvstore.announce import Announcer, NodeState, StepClock
 from kvferry.kvstore.blocks import BlockPool
 from kvferry.kvstore.debug import DebugDesk, DebugSwitches
+from kvferry.kvstore.generation_messages import Abort, Generate, Inquire, Stop
 from kvferry.kvstore.keys import matchable_blocks
 from kvferry.kvstore.link import Client
 from kvferry.kvstore.loader import LEAST_PATIENCE_S, UNMEASURED_S, Loaded, Loader
+from kvferry.kvstore.node_messages import CacheReset, DebugRequest, Drain, ResetCache, Resync
 from kvferry.kvstore.router import FromPeer, Server
 from kvferry.kvstore.store_client import StoreClient
 from kvferry.kvstore.watch import StallWatch
-from kvferry.kvstore.wire import (
-    Abort,
-    CacheReset,
-    DebugRequest,
-    Drain,
-    Generate,
-    Inquire,
-    ResetCache,
-    Resync,
-    Stop,
-)
 
 log = logging.getLogger(__name__)
 

@@ -16,14 +16,9 @@ from kvferry.decode_node.links import PrefillLinks
 from kvferry.decode_node.request import Phase, Sequence
 from kvferry.kernels.engine import Engine
 from kvferry.kvstore.blocks import BlockPool
-from kvferry.kvstore.keys import checksum, pack_tokens
-from kvferry.kvstore.link import Client
-from kvferry.kvstore.sparse_log import SparseLog
-from kvferry.kvstore.store_client import SlotRef, StoreClient
-from kvferry.kvstore.wire import (
+from kvferry.kvstore.handoff_messages import (
     AbortTransfer,
     Accepted,
-    AnyMessage,
     Blocks,
     Complete,
     Credit,
@@ -32,9 +27,14 @@ from kvferry.kvstore.wire import (
     Offer,
     Probe,
     Progress,
-    StepNotice,
     TransferAborted,
 )
+from kvferry.kvstore.keys import checksum, pack_tokens
+from kvferry.kvstore.link import Client
+from kvferry.kvstore.node_messages import StepNotice
+from kvferry.kvstore.sparse_log import SparseLog
+from kvferry.kvstore.store_client import SlotRef, StoreClient
+from kvferry.kvstore.wire import AnyMessage
 
 TRANSFER_WINDOW = 32 << 20
 NODE_WINDOW = 64 << 20

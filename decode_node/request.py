@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvferry.kernels.sampling import SamplingParams
+from kvferry.kvstore.generation_messages import Generate, PromptSources, Stages
 from kvferry.kvstore.keys import chain, split_keys, unpack_tokens
 from kvferry.kvstore.router import Peer
-from kvferry.kvstore.wire import Generate, PromptSources, Stages
 
 
 class Phase(Enum):

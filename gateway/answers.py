@@ -16,7 +16,7 @@ from kvferry.gateway.generate import Generation, Update
 from kvferry.gateway.output import Finish, Piece, join
 from kvferry.gateway.report import Report
 from kvferry.gateway.tokenizer import Tokenizer
-from kvferry.kvstore.wire import Token
+from kvferry.kvstore.generation_messages import Token
 
 Json = dict[str, Any]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry.gateway.routing import KnownKeys
-from kvferry.kvstore.wire import Done, Rejected, Running, Token
+from kvferry.kvstore.generation_messages import Done, Rejected, Running, Token
 
 INQUIRE_SECONDS = 1.0
 INQUIRE_AT_MOST_SECONDS = 4.0

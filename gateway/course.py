@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from kvferry.gateway.nodes import Run
 from kvferry.gateway.output import Choice
 from kvferry.gateway.prompts import Prompt
-from kvferry.kvstore.wire import Done, PromptSources, Stages, Token
+from kvferry.kvstore.generation_messages import Done, PromptSources, Stages, Token
 
 MAX_DEATHS = 3
 """Nodes that a request may lose without a new token: it may be what kills them."""

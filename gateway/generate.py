@@ -32,8 +32,8 @@ from kvferry.gateway.output import Choice, Piece, Reply
 from kvferry.gateway.parameters import Params
 from kvferry.gateway.prompts import Prompt
 from kvferry.gateway.report import Report, make_report
+from kvferry.kvstore.generation_messages import Done, Generate, Rejected, Running, Token
 from kvferry.kvstore.keys import pack_tokens
-from kvferry.kvstore.wire import Done, Generate, Rejected, Running, Token
 
 NO_ROOM = ("server_overloaded", "shutting_down")
 """Refusals of one node that another one need not share."""

@@ -20,30 +20,31 @@ from kvferry.gateway.pacing import Handover
 from kvferry.gateway.routing import MAX_KEYS, KnownKeys
 from kvferry.kvstore.errors import ProtocolBroken
 from kvferry.kvstore.faults import FaultInjector
-from kvferry.kvstore.link import Client, LinkState
-from kvferry.kvstore.sparse_log import SparseLog
-from kvferry.kvstore.wire import (
+from kvferry.kvstore.generation_messages import (
     Abort,
-    AnyMessage,
-    CacheReply,
-    CacheRequest,
-    CacheReset,
-    DebugReply,
-    DebugRequest,
     Done,
     Generate,
     Inquire,
-    KeyBatch,
-    Load,
     Rejected,
-    ResetCache,
-    Resync,
     Running,
-    StepNotice,
     StepOutput,
     Stop,
-    Welcome,
 )
+from kvferry.kvstore.link import Client, LinkState
+from kvferry.kvstore.link_messages import Welcome
+from kvferry.kvstore.node_messages import (
+    CacheReset,
+    DebugReply,
+    DebugRequest,
+    KeyBatch,
+    Load,
+    ResetCache,
+    Resync,
+    StepNotice,
+)
+from kvferry.kvstore.sparse_log import SparseLog
+from kvferry.kvstore.store_messages import CacheReply, CacheRequest
+from kvferry.kvstore.wire import AnyMessage
 
 REFUSED_RETRY_SECONDS = 5.0
 STALL_SECONDS = 2.0

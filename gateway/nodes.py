@@ -29,11 +29,12 @@ from kvferry.gateway.routing import (
 from kvferry.kvstore.curve import CurveKeys
 from kvferry.kvstore.errors import KvferryError
 from kvferry.kvstore.faults import FaultInjector
+from kvferry.kvstore.generation_messages import Generate
 from kvferry.kvstore.keys import KEY_BYTES
 from kvferry.kvstore.link import Client
+from kvferry.kvstore.link_messages import Hello, Welcome
 from kvferry.kvstore.sockets import first_difference
 from kvferry.kvstore.sparse_log import SparseLog
-from kvferry.kvstore.wire import Generate, Hello, Welcome
 
 log = logging.getLogger(__name__)
 

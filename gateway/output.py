@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from kvferry.gateway.detokenizer import Detokenizer
 from kvferry.gateway.stops import StopMatcher
 from kvferry.gateway.tokenizer import Tokenizer
-from kvferry.kvstore.wire import Token
+from kvferry.kvstore.generation_messages import Token
 
 
 @dataclass(frozen=True, slots=True)

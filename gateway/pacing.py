@@ -11,7 +11,8 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
-from kvferry.kvstore.wire import AnyMessage, StepOutput
+from kvferry.kvstore.generation_messages import StepOutput
+from kvferry.kvstore.wire import AnyMessage
 
 
 class Handover:

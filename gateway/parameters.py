@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from kvferry.gateway.errors import BadRequest, NotSupported
 from kvferry.gateway.output import OutputRules
 from kvferry.gateway.schemas import ChatRequest, CompletionRequest, Options
-from kvferry.kvstore.wire import Sampling
+from kvferry.kvstore.generation_messages import Sampling
 
 MAX_CHOICES = 128
 MAX_STOPS = 4

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.kvstore.wire import Done, PromptSources, Stages
+from kvferry.kvstore.generation_messages import Done, PromptSources, Stages
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from struct import iter_unpack
 
 from kvferry.kvstore.errors import ProtocolBroken
 from kvferry.kvstore.keys import KEY_BYTES
-from kvferry.kvstore.wire import KeyBatch
+from kvferry.kvstore.node_messages import KeyBatch
 
 MAX_KEYS = 4 << 20
 """Kept of one node, whatever it says that it has room for."""

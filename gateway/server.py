@@ -28,11 +28,12 @@ from kvferry.gateway.nodes import Nodes
 from kvferry.gateway.service import Gateway
 from kvferry.kvstore.curve import load_keys
 from kvferry.kvstore.errors import ConfigError
+from kvferry.kvstore.link_messages import Hello
 from kvferry.kvstore.logs import set_up_logging
 from kvferry.kvstore.process import StatusPipe
 from kvferry.kvstore.settings import parse
 from kvferry.kvstore.sockets import new_incarnation
-from kvferry.kvstore.wire import PROTOCOL, Hello
+from kvferry.kvstore.wire import PROTOCOL
 
 log = logging.getLogger(__name__)
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from kvferry.kvstore.blocks import BlockPool
+from kvferry.kvstore.message import MAX_STEP_SECONDS
+from kvferry.kvstore.node_messages import KeyBatch, Load, StepNotice
 from kvferry.kvstore.router import Peer, Server
-from kvferry.kvstore.wire import MAX_STEP_SECONDS, KeyBatch, Load, StepNotice
 
 REPORT_SECONDS = 0.5
 NOTICE_SECONDS = 0.25

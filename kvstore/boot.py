@@ -19,6 +19,7 @@ import zmq
 from kvferry.kvstore.curve import CurveKeys, guarded, is_local, load_keys
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.link import Client
+from kvferry.kvstore.link_messages import Hello, Welcome
 from kvferry.kvstore.logs import set_up_logging
 from kvferry.kvstore.model_files import (
     ModelFiles,
@@ -29,7 +30,7 @@ from kvferry.kvstore.model_files import (
 from kvferry.kvstore.process import StatusPipe, StopSignal, apply_cores
 from kvferry.kvstore.router import Server
 from kvferry.kvstore.sockets import new_incarnation
-from kvferry.kvstore.wire import PROTOCOL, Hello, Welcome
+from kvferry.kvstore.wire import PROTOCOL
 
 log = logging.getLogger(__name__)
 

@@ -21,8 +21,8 @@ from kvferry.kvstore.ledger import (
     socket_figures,
 )
 from kvferry.kvstore.link import Client
+from kvferry.kvstore.node_messages import DebugRequest
 from kvferry.kvstore.router import Peer, Server
-from kvferry.kvstore.wire import DebugRequest
 
 STAGES = ("queue", "prefill", "transfer", "decode")
 

@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from kvferry.kvstore.link import Client
+from kvferry.kvstore.node_messages import DebugReply, DebugRequest
 from kvferry.kvstore.router import Server
-from kvferry.kvstore.wire import DebugReply, DebugRequest
 
 MAX_BODY_BYTES = 64 << 10
 """Of a question; rules for faults are a few hundred bytes."""

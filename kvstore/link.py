@@ -25,6 +25,7 @@ from zmq.utils.monitor import parse_monitor_message
 from kvferry.kvstore.curve import CurveKeys
 from kvferry.kvstore.errors import MalformedFrame
 from kvferry.kvstore.faults import FaultInjector
+from kvferry.kvstore.link_messages import Hello, HelloRequired, Ping, Pong, Refused, Welcome
 from kvferry.kvstore.sockets import (
     PARTIAL_ROLES,
     PROBE_SECONDS,
@@ -36,15 +37,7 @@ from kvferry.kvstore.sockets import (
     to_frames,
 )
 from kvferry.kvstore.sparse_log import SparseLog
-from kvferry.kvstore.wire import (
-    AnyMessage,
-    Hello,
-    HelloRequired,
-    Ping,
-    Pong,
-    Refused,
-    Welcome,
-)
+from kvferry.kvstore.wire import AnyMessage
 
 log = logging.getLogger(__name__)
 

@@ -18,6 +18,7 @@ import zmq
 from kvferry.kvstore.curve import CurveKeys
 from kvferry.kvstore.errors import MalformedFrame, PeerMismatch
 from kvferry.kvstore.faults import FaultInjector
+from kvferry.kvstore.link_messages import Hello, HelloRequired, Ping, Pong, Refused, Welcome
 from kvferry.kvstore.sockets import (
     PARTIAL_ROLES,
     PROBE_SECONDS,
@@ -29,16 +30,7 @@ from kvferry.kvstore.sockets import (
     to_frames,
 )
 from kvferry.kvstore.sparse_log import SparseLog
-from kvferry.kvstore.wire import (
-    PROTOCOL,
-    AnyMessage,
-    Hello,
-    HelloRequired,
-    Ping,
-    Pong,
-    Refused,
-    Welcome,
-)
+from kvferry.kvstore.wire import PROTOCOL, AnyMessage
 
 log = logging.getLogger(__name__)
 

@@ -32,8 +32,7 @@ import zmq
 from kvferry.kvstore.keys import checksum
 from kvferry.kvstore.link import Client, LinkState
 from kvferry.kvstore.shared_memory import ArenaUnavailable, SharedMemory
-from kvferry.kvstore.wire import (
-    AnyMessage,
+from kvferry.kvstore.store_messages import (
     Attach,
     Attached,
     CacheReply,
@@ -55,6 +54,7 @@ from kvferry.kvstore.wire import (
     Release,
     Taken,
 )
+from kvferry.kvstore.wire import AnyMessage
 
 log = logging.getLogger(__name__)
 

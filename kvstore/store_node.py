@@ -27,12 +27,12 @@ from kvferry.kvstore.disk import DiskFaults
 from kvferry.kvstore.disk_files import FileSystem
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.keys import checksum, split_keys
+from kvferry.kvstore.link_messages import Hello, Refused, Welcome
+from kvferry.kvstore.node_messages import DebugRequest, Drain, Load, Resync
 from kvferry.kvstore.router import FromPeer, Peer, Server
 from kvferry.kvstore.shared_memory import SharedMemory
 from kvferry.kvstore.store_figures import GAUGES, by_tier, gauge_names, tier_figures
-from kvferry.kvstore.store_space import Space, StoreSizes, open_files
-from kvferry.kvstore.tiers import Handed
-from kvferry.kvstore.wire import (
+from kvferry.kvstore.store_messages import (
     Attach,
     Attached,
     CacheReply,
@@ -40,27 +40,22 @@ from kvferry.kvstore.wire import (
     CancelFetch,
     Commit,
     Damaged,
-    DebugRequest,
     Delivered,
-    Drain,
     Fetch,
     FetchEnded,
     GiveBack,
     Granted,
-    Hello,
     Holding,
     Keeping,
     Leased,
-    Load,
     Locate,
     Located,
     Mapped,
-    Refused,
     Release,
-    Resync,
     Taken,
-    Welcome,
 )
+from kvferry.kvstore.store_space import Space, StoreSizes, open_files
+from kvferry.kvstore.tiers import Handed
 
 log = logging.getLogger(__name__)
 

@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvferry.kvstore.handoff_messages import Credit
 from kvferry.kvstore.router import Peer
 from kvferry.kvstore.store_client import Read, SlotRef, StoreClient
-from kvferry.kvstore.wire import Credit
 from kvferry.prefill_node.job import Job
 
 REMIND_SECONDS = 2.0

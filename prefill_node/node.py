@@ -4,10 +4,9 @@
        ▲            (between layers: the same)     │
        └───────────────────────────────────────────┘
 
-Owns the conversation with decode nodes. It never samples and ships whole blocks only. The socket
-is also served between the layers of a pass, so that offers, credits, aborts and shipments do not
-wait for its end. A shipment is copied into ZeroMQ's own memory when it is sent, so a block may be
-evicted as soon as its transfer is complete.
+Owns the turns and the passes, and says which part of the node a message is for. It never samples.
+The socket is also served between the layers of a pass, so that offers, credits, aborts and
+shipments do not wait for its end.
 """
 
 from __future__ import annotations
@@ -24,37 +23,27 @@ from kvferry.kernels.engine import Batch, Engine, Span
 from kvferry.kvstore.announce import Announcer, NodeState, StepClock
 from kvferry.kvstore.blocks import BlockPool
 from kvferry.kvstore.debug import DebugDesk, DebugSwitches
-from kvferry.kvstore.keys import checksum
-from kvferry.kvstore.loader import LEAST_PATIENCE_S, UNMEASURED_S, Loaded, Loader
-from kvferry.kvstore.router import FromPeer, Peer, Server
-from kvferry.kvstore.store_client import StoreClient
-from kvferry.kvstore.watch import StallWatch
-from kvferry.kvstore.wire import (
+from kvferry.kvstore.handoff_messages import (
     AbortTransfer,
     Accepted,
-    Blocks,
-    CacheReset,
-    Complete,
     Credit,
-    DebugRequest,
-    Declined,
-    Drain,
-    Lent,
     Offer,
     Probe,
     Progress,
-    ResetCache,
-    Resync,
     TransferAborted,
 )
-from kvferry.prefill_node.job import Job, JobState, open_job
+from kvferry.kvstore.loader import LEAST_PATIENCE_S, UNMEASURED_S, Loaded, Loader
+from kvferry.kvstore.node_messages import CacheReset, DebugRequest, Drain, ResetCache, Resync
+from kvferry.kvstore.router import FromPeer, Peer, Server
+from kvferry.kvstore.store_client import StoreClient
+from kvferry.kvstore.watch import StallWatch
+from kvferry.prefill_node.job import Job, JobState
 from kvferry.prefill_node.lending import Lending
+from kvferry.prefill_node.offers import Offers
 from kvferry.prefill_node.scheduler import Chunk, PrefillScheduler
+from kvferry.prefill_node.shipper import Shipper
 
 log = logging.getLogger(__name__)
-
-MESSAGE_BYTES = 4 << 20
-"""Payload of one `Blocks` message at most; one block is sent whatever its size."""
 
 IDLE_POLL_MS = 200
 
@@ -112,8 +101,8 @@ class PrefillNode:
             clock=clock,
             least_patience_s=load_patience_s,
         )
-        self._lending = Lending(store, clock)
-        self._max_queued = max_queued
+        self.offers = Offers(engine, server, self.scheduler, clock, max_queued=max_queued)
+        self.shipper = Shipper(engine, server, self.scheduler, Lending(store, clock))
         self._clock = clock
         self._step_clock = StepClock()
         self._watch = StallWatch("prefill")
@@ -122,10 +111,6 @@ class PrefillNode:
         self._draining = False
         self._releases_seen = -1
         self._layers = 0
-        self._newest: dict[bytes, int] = {}
-        """By peer: the newest transfer it has offered or aborted. Peers count upwards, so an offer
-        that is not newer is a late copy of one that has ended."""
-        self._message_blocks = max(1, MESSAGE_BYTES // spec.block_bytes)
 
     # -- the loop -------------------------------------------------------------------------------
 
@@ -186,14 +171,14 @@ class PrefillNode:
         now = self._clock()
         self._server.tick(now)
         for peer in self._server.take_lost():
-            self._newest.pop(peer.identity, None)
-            self._lending.lost(peer.identity)
+            self.offers.lost(peer.identity)
+            self.shipper.lending.lost(peer.identity)
             for job in self.scheduler.of_peer(peer.identity):
                 self._abort(job)
                 self._counters["transfers_orphaned"] += 1
         self._releases_seen = self.pool.releases
         self.loader.turn(INTAKE_SECONDS)
-        for peer, transfer, epoch in self._lending.tick():
+        for peer, transfer, epoch in self.shipper.lending.tick():
             # The last word of it may have been lost: who does not want it any more aborts it.
             self._server.send(peer, Progress(transfer, epoch, True, 0))
         for job in self.scheduler.accept():
@@ -263,9 +248,9 @@ class PrefillNode:
     def _handle(self, received: FromPeer) -> None:
         match received.message:
             case Offer() as message:
-                self._offered(received.peer, message)
+                self.offers.receive(received.peer, message, draining=self._draining)
             case Credit() as message:
-                self._lending.taken(received.peer.identity, message)
+                self.shipper.lending.taken(received.peer.identity, message)
                 job = self._find(received.peer, message.transfer, message.epoch)
                 if job is not None:
                     job.grant(message.size, self._engine.spec.block_bytes)
@@ -292,8 +277,8 @@ class PrefillNode:
         if job is not None:
             self._abort(job)
             self._counters["transfers_aborted"] += 1
-        self._lending.ended(peer.identity, transfer)
-        self._newest[peer.identity] = max(transfer, self._newest.get(peer.identity, 0))
+        self.shipper.lending.ended(peer.identity, transfer)
+        self.offers.ended(peer.identity, transfer)
         self._server.send(peer, TransferAborted(transfer, epoch, "asked"))
 
     def _abort(self, job: Job) -> None:
@@ -311,118 +296,14 @@ class PrefillNode:
     def _find(self, peer: Peer, number: int, epoch: int) -> Job | None:
         return self.scheduler.find(peer.identity, number, epoch)
 
-    def _offered(self, peer: Peer, offer: Offer) -> None:
-        if self._find(peer, offer.transfer, offer.epoch) is not None:
-            self._counters["offers_duplicated"] += 1
-            return
-        if offer.transfer <= self._newest.get(peer.identity, 0):
-            self._counters["offers_stale"] += 1
-            self._server.send(peer, TransferAborted(offer.transfer, offer.epoch, "ended"))
-            return
-        self._newest[peer.identity] = offer.transfer
-        reason = self._refusal(peer, offer)
-        job = None
-        if not reason:
-            try:
-                job = open_job(peer, offer, self._engine.spec.block_size, self._clock())
-            except ValueError as error:
-                text = "an offer from a %s makes no sense: %s"
-                self._server.said.warning("offer", peer.identity.hex(), text, peer.role, error)
-                reason = "invalid"
-        if job is None or not self._valid_ids(job):
-            self._counters["transfers_declined"] += 1
-            needed, available = offer.last, self.pool.num_blocks
-            self._server.send(
-                peer, Declined(offer.transfer, offer.epoch, reason or "invalid", needed, available)
-            )
-            return
-        self._counters["transfers"] += 1
-        job.grant(0, self._engine.spec.block_bytes)
-        self.scheduler.add(job)
-
-    def _refusal(self, peer: Peer, offer: Offer) -> str:
-        spec = self._engine.spec
-        if self._draining:
-            return "draining"
-        if peer.role != "decode" or offer.credit < spec.block_bytes:
-            return "invalid"
-        if offer.last > min(spec.num_blocks, spec.max_model_len // spec.block_size):
-            return "too_large"
-        return "busy" if len(self.scheduler.waiting) >= self._max_queued else ""
-
-    def _valid_ids(self, job: Job) -> bool:
-        return 0 <= min(job.tokens) <= max(job.tokens) < self._engine.spec.vocab_size
-
     def _accepted(self, job: Job) -> None:
         job.finished_at = self._clock()
         wait = self._step_clock.predict(self.scheduler.tokens_ahead(job)) if job.remaining else 0.0
         self._server.send(job.peer, Accepted(job.number, job.epoch, job.prefix, wait))
 
     def _ship(self) -> None:
-        if "transfer" in self.debug.hold:
-            return
-        for job in list(self.scheduler.active):
-            if job.state is JobState.ABORTED:
-                continue
-            while self._ship_some(job):
-                pass
-            if job.sent == job.last:
-                self._completed(job)
-
-    def _ship_some(self, job: Job) -> bool:
-        size = self._engine.spec.block_bytes
-        indices = self.scheduler.sendable(job, size, self._message_blocks)
-        if not indices:
-            return False
-        if self._lend(job, indices):
-            return True
-        payloads = [self._engine.read(job.blocks[index]) for index in indices]
-        checksums = tuple(checksum(payload) for payload in payloads)
-        header = Blocks(job.number, job.epoch, indices.start, checksums)
-        if not self._server.send(job.peer, header, payloads):
-            return False
-        self.scheduler.shipped(job, len(indices), size)
-        self._counters["shipped_bytes"] += len(indices) * size
-        return True
-
-    def _lend(self, job: Job, indices: range) -> bool:
-        """Ships what the arena has room for without sending it; False when it has none."""
-        first = indices.start
-        parent = job.keys[first - 1] if first else job.root
-        keys = job.keys[first : indices.stop] if self.scheduler.reuse else []
-        blocks = job.blocks[first : indices.stop]
-
-        def read(at: int) -> bytes | memoryview:
-            return self._engine.read(blocks[at])
-
-        refs = self._lending.lend(job, first, parent, keys, read)
-        if not refs:
-            return False
-        slots, sums = zip(*((ref.slot, ref.checksum) for ref in refs), strict=True)
-        if not self._server.send(
-            job.peer, Lent(job.number, job.epoch, first, refs[0].store, slots, sums)
-        ):
-            return False
-        size = self._engine.spec.block_bytes
-        self.scheduler.shipped(job, len(refs), size)
-        self._counters["shipped_bytes"] += len(refs) * size
-        self._counters["lent_bytes"] += len(refs) * size
-        return True
-
-    def _completed(self, job: Job) -> None:
-        reused = max(0, min(job.prefix, job.last) - job.first)
-        self._server.send(
-            job.peer,
-            Complete(
-                job.number,
-                job.epoch,
-                reused,
-                job.last - job.first - reused,
-                job.started_at or job.finished_at,
-                job.finished_at,
-            ),
-        )
-        self.scheduler.complete(job)
+        if "transfer" not in self.debug.hold:
+            self.shipper.ship()
 
     def _observe(self, now: float) -> None:
         waiting, active = self.scheduler.waiting, self.scheduler.active
@@ -432,7 +313,7 @@ class PrefillNode:
             work=bool(active or (waiting and head <= self.pool.num_available)),
             moved=(
                 self._layers,
-                self._counters["shipped_bytes"],
+                self.shipper.counters["shipped_bytes"],
                 len(active),
                 self.loader.num_landed,
             ),
@@ -449,6 +330,8 @@ class PrefillNode:
             draining=self._draining,
             counters={
                 **self._counters,
+                **self.offers.counters,
+                **self.shipper.counters,
                 **self.loader.counters,
                 "stalls": self._watch.stalls,
                 "frames_malformed": self._server.counters.malformed,
@@ -470,7 +353,7 @@ class PrefillNode:
             ),
             "queued": len(self.scheduler.waiting),
             "loads": self.loader.num_loading,
-            "lent": self._lending.num_lent,
+            "lent": self.shipper.lending.num_lent,
         }
 
     def close(self) -> None:

@@ -25,32 +25,26 @@ from kvferry.gateway.nodes import Nodes
 from kvferry.gateway.server import Server
 from kvferry.gateway.service import Gateway
 from kvferry.kernels.standin import write_standin_model
-from kvferry.kvstore.keys import unpack_tokens
-from kvferry.kvstore.router import Peer
-from kvferry.kvstore.router import Server as Router
-from kvferry.kvstore.sockets import new_incarnation
-from kvferry.kvstore.wire import (
-    PROTOCOL,
+from kvferry.kvstore.generation_messages import (
     Abort,
-    AnyMessage,
-    CacheReset,
-    DebugReply,
-    DebugRequest,
     Done,
     Generate,
-    Hello,
     Inquire,
     PromptSources,
     Rejected,
-    ResetCache,
-    Resync,
     Running,
     Stages,
     StepOutput,
     Stop,
     Token,
-    Welcome,
 )
+from kvferry.kvstore.keys import unpack_tokens
+from kvferry.kvstore.link_messages import Hello, Welcome
+from kvferry.kvstore.node_messages import CacheReset, DebugReply, DebugRequest, ResetCache, Resync
+from kvferry.kvstore.router import Peer
+from kvferry.kvstore.router import Server as Router
+from kvferry.kvstore.sockets import new_incarnation
+from kvferry.kvstore.wire import PROTOCOL, AnyMessage
 from kvferry.tests import web
 
 MAX_MODEL_LEN = 512

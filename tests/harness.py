@@ -16,24 +16,23 @@ import zmq
 from kvferry.decode_node.node import DecodeLimits, DecodeNode
 from kvferry.kernels.standin import StandinConfig, StandinEngine, standin_reply
 from kvferry.kvstore.debug import DebugSwitches
+from kvferry.kvstore.generation_messages import (
+    Done,
+    Generate,
+    Rejected,
+    Sampling,
+    StepOutput,
+    Token,
+)
 from kvferry.kvstore.keys import chain, pack_tokens, root_key
 from kvferry.kvstore.link import Client, LinkState
+from kvferry.kvstore.link_messages import Hello, Welcome
 from kvferry.kvstore.router import Server
 from kvferry.kvstore.sockets import new_incarnation
 from kvferry.kvstore.store_client import StoreClient, Transfer
 from kvferry.kvstore.store_node import StoreNode
 from kvferry.kvstore.store_space import StoreSizes
-from kvferry.kvstore.wire import (
-    PROTOCOL,
-    Done,
-    Generate,
-    Hello,
-    Rejected,
-    Sampling,
-    StepOutput,
-    Token,
-    Welcome,
-)
+from kvferry.kvstore.wire import PROTOCOL
 from kvferry.prefill_node.node import PrefillNode
 
 BLOCK = 16

@@ -17,12 +17,13 @@ from kvferry.kvstore.debug import DebugSwitches
 from kvferry.kvstore.disk_files import FileSystem
 from kvferry.kvstore.keys import checksum, next_key, root_key, tenant_key
 from kvferry.kvstore.link import Client
+from kvferry.kvstore.link_messages import Hello
 from kvferry.kvstore.router import Server
 from kvferry.kvstore.sockets import new_incarnation
 from kvferry.kvstore.store_client import Asked, Loading, StoreClient, Transfer
 from kvferry.kvstore.store_node import StoreNode
 from kvferry.kvstore.store_space import Space, StoreSizes
-from kvferry.kvstore.wire import PROTOCOL, Hello
+from kvferry.kvstore.wire import PROTOCOL
 
 BLOCK_BYTES = 4000
 SLOT = 4096

@@ -10,9 +10,8 @@ from dataclasses import replace
 import pytest
 
 from kvferry.kvstore.faults import FaultInjector, FaultRule
-from kvferry.kvstore.keys import checksum
-from kvferry.kvstore.wire import (
-    Abort,
+from kvferry.kvstore.generation_messages import Abort
+from kvferry.kvstore.handoff_messages import (
     AbortTransfer,
     Accepted,
     Blocks,
@@ -22,6 +21,7 @@ from kvferry.kvstore.wire import (
     Progress,
     TransferAborted,
 )
+from kvferry.kvstore.keys import checksum
 from kvferry.prefill_node.job import Job
 from kvferry.tests.harness import DECODE_LIMITS, STANDIN, Answer, Cluster, prompt_of
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from kvferry.gateway.last_prompts import LastPrompts
-from kvferry.kvstore.wire import ResetCache
+from kvferry.kvstore.node_messages import ResetCache
 from kvferry.tests import web
 from kvferry.tests.gateway_rig import Behaviour, Rig, ids_of, running, wait_until
 

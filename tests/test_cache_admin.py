@@ -19,8 +19,8 @@ import pytest
 from kvferry.gateway.cache_main import run
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.keys import tenant_key
+from kvferry.kvstore.node_messages import KeyBatch
 from kvferry.kvstore.store_client import StoreClient
-from kvferry.kvstore.wire import KeyBatch
 from kvferry.tests.gateway_rig import Behaviour, Rig, running, wait_until
 from kvferry.tests.store_rig import StoreRig
 

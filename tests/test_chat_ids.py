@@ -19,8 +19,8 @@ from kvferry.gateway.conversation import Conversation, Rendered, render
 from kvferry.gateway.output import Choice, OutputRules, Reply
 from kvferry.gateway.segments import Segmenter, cut_texts
 from kvferry.gateway.tokenizer import Tokenizer, load_tokenizer
+from kvferry.kvstore.generation_messages import Token
 from kvferry.kvstore.keys import unpack_tokens
-from kvferry.kvstore.wire import Token
 from kvferry.tests.real_prompts import QUESTIONS
 from kvferry.tests.vocabularies import MODELS, vocabularies
 

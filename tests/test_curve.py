@@ -18,10 +18,13 @@ import zmq
 from kvferry.__main__ import main
 from kvferry.kvstore.curve import NAMES, CurveKeys, Gate, guarded, is_local, load_keys, make_keys
 from kvferry.kvstore.errors import ConfigError
+from kvferry.kvstore.generation_messages import Abort
+from kvferry.kvstore.handoff_messages import Blocks
 from kvferry.kvstore.link import Client, LinkState, Received
+from kvferry.kvstore.link_messages import Hello, Welcome
 from kvferry.kvstore.router import FromPeer, Server
 from kvferry.kvstore.sockets import new_incarnation
-from kvferry.kvstore.wire import PROTOCOL, Abort, Blocks, Hello, Welcome
+from kvferry.kvstore.wire import PROTOCOL
 from kvferry.tests.served import Served
 
 Context = zmq.Context[zmq.Socket[bytes]]

@@ -20,7 +20,7 @@ from kvferry.gateway.errors import (
     to_response,
 )
 from kvferry.kvstore.errors import ConfigError
-from kvferry.kvstore.wire import Rejected
+from kvferry.kvstore.generation_messages import Rejected
 
 CODES = {
     "server_overloaded": 503,

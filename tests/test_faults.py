@@ -17,21 +17,15 @@ from kvferry.kvstore.faults import (
     rules_from_json,
     rules_to_json,
 )
+from kvferry.kvstore.generation_messages import Abort
+from kvferry.kvstore.handoff_messages import Blocks, Complete, Credit
 from kvferry.kvstore.keys import checksum
 from kvferry.kvstore.link import Client, LinkState
+from kvferry.kvstore.link_messages import Hello, Ping, Welcome
+from kvferry.kvstore.node_messages import StepNotice
 from kvferry.kvstore.router import Server
 from kvferry.kvstore.sockets import new_incarnation
-from kvferry.kvstore.wire import (
-    PROTOCOL,
-    Abort,
-    Blocks,
-    Complete,
-    Credit,
-    Hello,
-    Ping,
-    StepNotice,
-    Welcome,
-)
+from kvferry.kvstore.wire import PROTOCOL
 
 
 class Link:

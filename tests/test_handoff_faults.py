@@ -11,29 +11,25 @@ import zmq
 
 from kvferry.decode_node.inbox import Windows
 from kvferry.decode_node.node import DecodeNode
-from kvferry.kvstore.link import Client, LinkState
-from kvferry.kvstore.sockets import new_incarnation
-from kvferry.kvstore.watch import StallWatch
-from kvferry.kvstore.wire import (
-    PROTOCOL,
-    Abort,
+from kvferry.kvstore.generation_messages import Abort, Inquire, Rejected, Running
+from kvferry.kvstore.handoff_messages import (
     AbortTransfer,
     Accepted,
-    AnyMessage,
     Blocks,
     Complete,
     Credit,
-    Drain,
-    Hello,
-    Inquire,
     Lent,
-    Message,
     Offer,
     Progress,
-    Rejected,
-    Running,
     TransferAborted,
 )
+from kvferry.kvstore.link import Client, LinkState
+from kvferry.kvstore.link_messages import Hello
+from kvferry.kvstore.message import Message
+from kvferry.kvstore.node_messages import Drain
+from kvferry.kvstore.sockets import new_incarnation
+from kvferry.kvstore.watch import StallWatch
+from kvferry.kvstore.wire import PROTOCOL, AnyMessage
 from kvferry.prefill_node.node import PrefillNode
 from kvferry.tests.harness import DECODE_LIMITS, FINGERPRINT, STANDIN, Cluster, prompt_of
 
@@ -95,8 +91,8 @@ def test_a_stopped_reader_bounds_what_is_on_its_way(monkeypatch: pytest.MonkeyPa
     while time.monotonic() < still_from + 0.5:
         prefill.turn()
         prefill.check()
-        if prefill._counters["shipped_bytes"] > shipped:
-            shipped, still_from = prefill._counters["shipped_bytes"], time.monotonic()
+        if prefill.shipper.counters["shipped_bytes"] > shipped:
+            shipped, still_from = prefill.shipper.counters["shipped_bytes"], time.monotonic()
     on_the_way = shipped - inbox.num_landed * cluster.engine.spec.block_bytes
     assert 0 < on_the_way <= 20 << 20, "4 MiB shared by fifty who came one after the other"
     cluster.until(lambda: all(answer.ended for answer in answers), 60)

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import pytest
 import zmq
 
+from kvferry.kvstore.generation_messages import Abort, Generate, Stop
 from kvferry.kvstore.keys import checksum
+from kvferry.kvstore.link_messages import Welcome
 from kvferry.kvstore.router import Server
 from kvferry.kvstore.sockets import new_incarnation
-from kvferry.kvstore.wire import Abort, Generate, Stop, Welcome
 from kvferry.tests.harness import BLOCK, FINGERPRINT, Answer, Cluster, prompt_of
 
 
@@ -148,7 +149,7 @@ def test_a_random_mix_survives_deaths_and_damage(
     def sometimes_damaged(payload: bytes | memoryview) -> int:
         return 0 if mix.random.random() < 0.003 else checksum(payload)
 
-    monkeypatch.setattr("kvferry.prefill_node.node.checksum", sometimes_damaged)
+    monkeypatch.setattr("kvferry.prefill_node.shipper.checksum", sometimes_damaged)
     mix.run()
     assert mix.kills == TURNS // 60
     mix.judge()

@@ -18,26 +18,13 @@ import xxhash
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.gateway.book import MAX_STRAYS
+from kvferry.kvstore.generation_messages import Done, Generate, Rejected, Running, StepOutput, Token
+from kvferry.kvstore.generation_messages import PromptSources as Sources
+from kvferry.kvstore.generation_messages import Stages as StageTimes
+from kvferry.kvstore.link_messages import HelloRequired, Refused, Welcome
+from kvferry.kvstore.node_messages import DebugReply, KeyBatch, Load
 from kvferry.kvstore.router import Peer
-from kvferry.kvstore.wire import (
-    AnyMessage,
-    DebugReply,
-    Done,
-    Envelope,
-    Generate,
-    HelloRequired,
-    KeyBatch,
-    Load,
-    Refused,
-    Rejected,
-    Running,
-    StepOutput,
-    Token,
-    Welcome,
-    encode,
-)
-from kvferry.kvstore.wire import PromptSources as Sources
-from kvferry.kvstore.wire import Stages as StageTimes
+from kvferry.kvstore.wire import AnyMessage, Envelope, encode
 from kvferry.tests import web
 from kvferry.tests.gateway_rig import EOS, Rig, ids_of, several, wait_until
 from kvferry.tests.wire_fuzz import Fuzz

@@ -13,6 +13,7 @@ import pytest
 import zmq
 
 from kvferry.kvstore.faults import FaultInjector, FaultRule, rules_from_json, rules_to_json
+from kvferry.kvstore.generation_messages import Abort
 from kvferry.kvstore.ledger import (
     MAX_BODY_BYTES,
     answer_debug,
@@ -21,9 +22,11 @@ from kvferry.kvstore.ledger import (
     socket_figures,
 )
 from kvferry.kvstore.link import Client, LinkState
+from kvferry.kvstore.link_messages import Hello, Welcome
+from kvferry.kvstore.node_messages import DebugRequest
 from kvferry.kvstore.router import Server
 from kvferry.kvstore.sockets import new_incarnation
-from kvferry.kvstore.wire import PROTOCOL, Abort, DebugRequest, Hello, Welcome
+from kvferry.kvstore.wire import PROTOCOL
 
 # -- of the process --------------------------------------------------------------------------------
 

@@ -10,10 +10,14 @@ from pathlib import Path
 import pytest
 import zmq
 
+from kvferry.kvstore.generation_messages import Abort
+from kvferry.kvstore.handoff_messages import Blocks
 from kvferry.kvstore.link import Client, LinkState, Received
+from kvferry.kvstore.link_messages import Hello, Ping, Welcome
+from kvferry.kvstore.node_messages import StepNotice
 from kvferry.kvstore.router import FromPeer, Server
 from kvferry.kvstore.sockets import first_difference, new_incarnation
-from kvferry.kvstore.wire import PROTOCOL, Abort, Blocks, Hello, Ping, StepNotice, Welcome
+from kvferry.kvstore.wire import PROTOCOL
 
 Context = zmq.Context[zmq.Socket[bytes]]
 FINGERPRINT = {"dtype": "float32", "weights": "w1"}

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.gateway.metrics_compat import NAMES, STAGE_NAMES
-from kvferry.kvstore.wire import Load
+from kvferry.kvstore.node_messages import Load
 from kvferry.tests.gateway_rig import Rig, running, wait_until
 
 LOAD = Load(3, 2, 25, 10, 100, False, {"preemptions": 4})

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from kvferry.tests import web
+from kvferry.tests.api_rig import CHAT, COMPLETIONS, error_of
 from kvferry.tests.gateway_rig import EOS, Behaviour, Rig, ids_of, running, wait_until
-from kvferry.tests.test_api import CHAT, COMPLETIONS, error_of
 
 JSON = {"content-type": "application/json"}
 

@@ -10,7 +10,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from kvferry.gateway.output import Choice, Finish, OutputRules, Piece, join
 from kvferry.gateway.tokenizer import Tokenizer
-from kvferry.kvstore.wire import Token
+from kvferry.kvstore.generation_messages import Token
 
 EOS = 256
 

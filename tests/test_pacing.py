@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 
 from kvferry.gateway.pacing import Handover, Turnstile
-from kvferry.kvstore.wire import AnyMessage, Drain, StepOutput, Token
+from kvferry.kvstore.generation_messages import StepOutput, Token
+from kvferry.kvstore.node_messages import Drain
+from kvferry.kvstore.wire import AnyMessage
 
 
 def tokens(count: int, start: int = 0) -> StepOutput:

@@ -12,8 +12,8 @@ from kvferry.gateway.block_keys import STRIDE_BLOCKS, KeyChain
 from kvferry.gateway.output import Choice, OutputRules
 from kvferry.gateway.tenant_cache import ENTRY_BYTES, TenantCache
 from kvferry.gateway.tokenizer import Tokenizer
+from kvferry.kvstore.generation_messages import Token
 from kvferry.kvstore.keys import chain, chain_packed, pack_tokens
-from kvferry.kvstore.wire import Token
 from kvferry.tests.test_tokenizer import BYTE_LEVEL
 
 

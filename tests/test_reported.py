@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from kvferry.kvstore.keys import unpack_tokens
+from kvferry.tests.api_rig import COMPLETIONS, events, raw_request, text_of
 from kvferry.tests.gateway_rig import BYTE, EOS, Behaviour, Rig, ids_of, running, wait_until
-from kvferry.tests.test_api import COMPLETIONS, events, raw_request, text_of
 
 
 @pytest.fixture(scope="module")

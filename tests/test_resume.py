@@ -12,19 +12,18 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.kvstore.keys import unpack_tokens
-from kvferry.kvstore.wire import (
+from kvferry.kvstore.generation_messages import (
     Abort,
-    AnyMessage,
     Done,
     Generate,
-    KeyBatch,
-    Load,
     Rejected,
     Running,
     StepOutput,
     Stop,
 )
+from kvferry.kvstore.keys import unpack_tokens
+from kvferry.kvstore.node_messages import KeyBatch, Load
+from kvferry.kvstore.wire import AnyMessage
 from kvferry.tests import web
 from kvferry.tests.gateway_rig import EOS, FakeDecode, Rig, ids_of, running, several, wait_until
 

@@ -17,7 +17,7 @@ from kvferry.gateway.routing import (
     order_prefill,
     split,
 )
-from kvferry.kvstore.wire import KeyBatch
+from kvferry.kvstore.node_messages import KeyBatch
 
 
 def keys(*numbers: int) -> bytes:

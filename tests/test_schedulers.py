@@ -9,9 +9,10 @@ from kvferry.decode_node.request import Phase, Request, Sequence, open_request, 
 from kvferry.decode_node.scheduler import DecodeScheduler, Limits
 from kvferry.kvstore.blocks import BlockPool
 from kvferry.kvstore.chunks import blocks_for, chunk_end, urgency
+from kvferry.kvstore.generation_messages import Generate, Sampling
+from kvferry.kvstore.handoff_messages import Accepted, Blocks, Complete, Offer
 from kvferry.kvstore.keys import chain, pack_tokens
 from kvferry.kvstore.router import Peer
-from kvferry.kvstore.wire import Accepted, Blocks, Complete, Generate, Offer, Sampling
 from kvferry.prefill_node.job import MAX_CREDIT_BYTES, Job, JobState, open_job
 from kvferry.prefill_node.scheduler import PrefillScheduler
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvferry.gateway.routing import DecodeView, PrefillView, affinity, best_decode, order_prefill
 from kvferry.gateway.session import HEADERS, session_of
-from kvferry.kvstore.wire import Load
+from kvferry.kvstore.node_messages import Load
 from kvferry.tests.gateway_rig import FakeDecode, Rig, several, wait_until
 
 NODES = [f"tcp://10.0.0.{number}:7000" for number in range(5)]

@@ -19,29 +19,23 @@ import xxhash
 import zmq
 
 from kvferry.kernels.standin import StandinConfig, standin_reply
-from kvferry.kvstore.keys import chain, pack_tokens
-from kvferry.kvstore.link import Client, LinkState
-from kvferry.kvstore.router import Peer, Server
-from kvferry.kvstore.sockets import new_incarnation
-from kvferry.kvstore.wire import (
-    PROTOCOL,
+from kvferry.kvstore.generation_messages import (
     Abort,
-    AnyMessage,
-    Blocks,
     Done,
-    Drain,
-    Envelope,
     Generate,
-    Hello,
-    Message,
-    Offer,
-    Probe,
     Rejected,
     Sampling,
     StepOutput,
-    Welcome,
-    encode,
 )
+from kvferry.kvstore.handoff_messages import Blocks, Offer, Probe
+from kvferry.kvstore.keys import chain, pack_tokens
+from kvferry.kvstore.link import Client, LinkState
+from kvferry.kvstore.link_messages import Hello, Welcome
+from kvferry.kvstore.message import Message
+from kvferry.kvstore.node_messages import Drain
+from kvferry.kvstore.router import Peer, Server
+from kvferry.kvstore.sockets import new_incarnation
+from kvferry.kvstore.wire import PROTOCOL, AnyMessage, Envelope, encode
 from kvferry.tests.served import Served
 from kvferry.tests.wire_fuzz import KINDS, Fuzz
 

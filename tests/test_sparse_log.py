@@ -9,10 +9,11 @@ import pytest
 import zmq
 
 from kvferry.kvstore.link import Client, LinkState
+from kvferry.kvstore.link_messages import Hello, Welcome
 from kvferry.kvstore.router import Server
 from kvferry.kvstore.sockets import TURN_MESSAGES, new_incarnation
 from kvferry.kvstore.sparse_log import MAX_LINE, MAX_REMEMBERED, QUIET_SECONDS, SparseLog
-from kvferry.kvstore.wire import PROTOCOL, Hello, Welcome
+from kvferry.kvstore.wire import PROTOCOL
 
 FRAMES = 10_000
 

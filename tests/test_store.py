@@ -21,20 +21,13 @@ from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.faults import FaultInjector, FaultRule
 from kvferry.kvstore.keys import tenant_key
 from kvferry.kvstore.link import Client, LinkState
+from kvferry.kvstore.link_messages import Hello
 from kvferry.kvstore.router import Server
 from kvferry.kvstore.shared_memory import SharedMemory
 from kvferry.kvstore.sockets import new_incarnation
 from kvferry.kvstore.store_client import SlotRef, StoreClient, Transfer
-from kvferry.kvstore.wire import (
-    PROTOCOL,
-    CancelFetch,
-    Commit,
-    Fetch,
-    GiveBack,
-    Hello,
-    Release,
-    Taken,
-)
+from kvferry.kvstore.store_messages import CancelFetch, Commit, Fetch, GiveBack, Release, Taken
+from kvferry.kvstore.wire import PROTOCOL
 from kvferry.tests.store_rig import BLOCK_BYTES, TENANT, Reader, StoreRig, chain_keys, payload_of
 
 TRANSFERS: tuple[Transfer, ...] = ("arena", "inline")
@@ -419,10 +412,11 @@ def said(process: subprocess.Popen[str]) -> str:
 WRITER = """
 import os, signal, sys, time, zmq
 from kvferry.kvstore.link import Client
+from kvferry.kvstore.link_messages import Hello
 from kvferry.kvstore.shared_memory import SharedMemory
 from kvferry.kvstore.sockets import new_incarnation
 from kvferry.kvstore.store_client import StoreClient
-from kvferry.kvstore.wire import PROTOCOL, Hello
+from kvferry.kvstore.wire import PROTOCOL
 from kvferry.tests.store_rig import BLOCK_BYTES, FINGERPRINT, TENANT
 
 context = zmq.Context()

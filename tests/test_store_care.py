@@ -12,11 +12,13 @@ from typing import Any, Protocol
 import msgspec
 import pytest
 
-from kvferry.kvstore import wire
 from kvferry.kvstore.disk_files import FileSystem, Scan
 from kvferry.kvstore.keys import tenant_key
 from kvferry.kvstore.link import Client, LinkState
+from kvferry.kvstore.link_messages import Hello
 from kvferry.kvstore.sockets import new_incarnation
+from kvferry.kvstore.store_messages import CacheReply, CacheRequest
+from kvferry.kvstore.wire import PROTOCOL
 from kvferry.tests.store_rig import StoreRig, chain_keys
 
 
@@ -78,15 +80,13 @@ def test_a_tenant_that_is_cleared_while_files_are_still_read_does_not_come_back(
 
 def ask(rig: StoreRig, action: str, **fields: Any) -> dict[str, Any]:
     """What a store says to a gateway, which attaches to nothing."""
-    hello = wire.Hello(wire.PROTOCOL, "gateway", {})
+    hello = Hello(PROTOCOL, "gateway", {})
     client = Client(rig.context, rig.server.address, hello, new_incarnation())
-    answers: list[wire.CacheReply] = []
+    answers: list[CacheReply] = []
 
     def turn() -> None:
         client.tick(time.monotonic())
-        answers.extend(
-            it.message for it in client.receive() if isinstance(it.message, wire.CacheReply)
-        )
+        answers.extend(it.message for it in client.receive() if isinstance(it.message, CacheReply))
         rig.turn()
 
     deadline, sent = time.monotonic() + 20, False
@@ -94,7 +94,7 @@ def ask(rig: StoreRig, action: str, **fields: Any) -> dict[str, Any]:
         assert time.monotonic() < deadline
         turn()
         if client.state is LinkState.READY and not sent:
-            sent = client.send(wire.CacheRequest(7, action, **fields))
+            sent = client.send(CacheRequest(7, action, **fields))
         time.sleep(0.001)
     client.close()
     answer: dict[str, Any] = msgspec.json.decode(answers[0].body)

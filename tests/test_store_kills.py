@@ -17,10 +17,11 @@ import zmq
 
 from kvferry.__main__ import main
 from kvferry.kvstore.link import Client
+from kvferry.kvstore.link_messages import Hello
 from kvferry.kvstore.shared_memory import remove_leftovers
 from kvferry.kvstore.sockets import new_incarnation
 from kvferry.kvstore.store_client import StoreClient
-from kvferry.kvstore.wire import PROTOCOL, Hello
+from kvferry.kvstore.wire import PROTOCOL
 from kvferry.tests.store_rig import (
     BLOCK_BYTES,
     FINGERPRINT,

@@ -20,9 +20,10 @@ import zmq
 from kvferry.kernels.standin import StandinConfig, standin_reply
 from kvferry.kvstore.keys import tenant_key
 from kvferry.kvstore.link import Client
+from kvferry.kvstore.link_messages import Hello
 from kvferry.kvstore.sockets import new_incarnation
 from kvferry.kvstore.store_client import Asked, StoreClient, Transfer
-from kvferry.kvstore.wire import PROTOCOL, Hello
+from kvferry.kvstore.wire import PROTOCOL
 from kvferry.tests.gateway_rig import wait_until
 from kvferry.tests.served import Served
 from kvferry.tests.store_rig import BLOCK_BYTES, FINGERPRINT, Reader, chain_keys, payload_of

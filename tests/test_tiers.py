@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from kvferry.kvstore.faults import FaultInjector, FaultRule
+from kvferry.kvstore.generation_messages import Abort
 from kvferry.kvstore.keys import tenant_key
 from kvferry.kvstore.loader import Loader
 from kvferry.kvstore.store_client import SlotRef, Transfer
 from kvferry.kvstore.store_space import StoreSizes
-from kvferry.kvstore.wire import Abort
 from kvferry.tests.harness import DECODE_LIMITS, Answer, Cluster, prompt_of
 
 TENANT = tenant_key("default")
@@ -253,11 +253,11 @@ def test_a_store_that_dies_costs_only_time(tmp_path: Path) -> None:
 @pytest.mark.B9
 def test_on_one_host_a_shipment_is_a_slot(tmp_path: Path) -> None:
     with cluster_of(tmp_path) as cluster:
-        counters, store = cluster.prefill[0]._counters, cluster.decode.loader.store
+        counters, store = cluster.prefill[0].shipper.counters, cluster.decode.loader.store
         for seed, length in enumerate((200, 512, 513, 1500)):
             assert sources(ask(cluster, prompt_of(length, seed)))["prefill"] > 0
         assert counters["lent_bytes"] == counters["shipped_bytes"] > 0
-        cluster.until(lambda: cluster.prefill[0]._lending.num_lent == 0)
+        cluster.until(lambda: cluster.prefill[0].shipper.lending.num_lent == 0)
         assert store is not None and store.counters["shipments_damaged"] == 0
         settle(cluster)
         assert cluster.store is not None and cluster.store.space is not None
@@ -267,7 +267,7 @@ def test_on_one_host_a_shipment_is_a_slot(tmp_path: Path) -> None:
 def test_inline_means_that_nothing_is_lent(tmp_path: Path) -> None:
     with cluster_of(tmp_path, transfer="inline") as cluster:
         ask(cluster, prompt_of(700))
-        counters = cluster.prefill[0]._counters
+        counters = cluster.prefill[0].shipper.counters
         assert counters["lent_bytes"] == 0 and counters["shipped_bytes"] > 0
 
 
@@ -276,7 +276,7 @@ def test_a_small_arena_ships_the_rest_inline(tmp_path: Path) -> None:
     with cluster_of(tmp_path, ram=64 * 4096) as cluster:
         for seed in range(4):
             ask(cluster, prompt_of(1500, seed))
-        counters = cluster.prefill[0]._counters
+        counters = cluster.prefill[0].shipper.counters
         assert 0 < counters["lent_bytes"] < counters["shipped_bytes"]
 
 
@@ -288,7 +288,7 @@ def test_a_slot_that_was_reused_under_a_shipment_is_noticed(
     with cluster_of(tmp_path) as cluster:
         prefill = cluster.prefill[0]
         assert cluster.store is not None and cluster.store.space is not None
-        space, lend = cluster.store.space, prefill._lending.lend
+        space, lend = cluster.store.space, prefill.shipper.lending.lend
         damaged: list[int] = []
 
         def lend_and_damage(*args: Any) -> list[SlotRef]:
@@ -300,7 +300,7 @@ def test_a_slot_that_was_reused_under_a_shipment_is_noticed(
                 damaged.append(ref.slot)
             return refs
 
-        monkeypatch.setattr(prefill._lending, "lend", lend_and_damage)
+        monkeypatch.setattr(prefill.shipper.lending, "lend", lend_and_damage)
         ask(cluster, prompt_of(900))
         assert damaged and cluster.decode.receiver.inbox.counters.damaged > 0
 
@@ -319,7 +319,7 @@ def test_a_store_that_dies_under_a_shipment_turns_it_inline(tmp_path: Path) -> N
         cluster.until(lambda: all(answer.ended for answer in answers), 60)
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.ids() == cluster.reply(prompt, 4)
-        assert cluster.prefill[0]._counters["lent_bytes"] > 0
+        assert cluster.prefill[0].shipper.counters["lent_bytes"] > 0
 
 
 @pytest.mark.B1
@@ -337,7 +337,7 @@ def test_a_client_that_leaves_a_shipment_leaves_no_slot(tmp_path: Path, turns: i
             cluster.gateway.send(Abort(message.request))
         cluster.until(lambda: not cluster.decode.desk)
         cluster.until(cluster.idle)
-        cluster.until(lambda: cluster.prefill[0]._lending.num_lent == 0)
+        cluster.until(lambda: cluster.prefill[0].shipper.lending.num_lent == 0)
         settle(cluster)
         assert cluster.store is not None and cluster.store.space is not None
         assert not cluster.store.space.tiers.ledger()["held"]
@@ -352,5 +352,5 @@ def test_a_lost_word_about_a_shipment_leaves_no_slot(tmp_path: Path) -> None:
         assert link is not None
         link.faults = FaultInjector([FaultRule("drop", ("Credit",))])
         ask(cluster, prompt_of(700))
-        assert cluster.prefill[0]._lending.num_lent > 0
-        cluster.until(lambda: cluster.prefill[0]._lending.num_lent == 0, 10)
+        assert cluster.prefill[0].shipper.lending.num_lent > 0
+        cluster.until(lambda: cluster.prefill[0].shipper.lending.num_lent == 0, 10)

@@ -14,8 +14,11 @@ from typing import Any, TypeVar, get_args
 import msgspec
 from msgspec import inspect
 
+from kvferry.kvstore.generation_messages import Generate, Sampling
+from kvferry.kvstore.handoff_messages import Blocks, Offer
 from kvferry.kvstore.keys import chain, checksum, pack_tokens
-from kvferry.kvstore.wire import AnyMessage, Blocks, Generate, Message, Offer, Sampling
+from kvferry.kvstore.message import Message
+from kvferry.kvstore.wire import AnyMessage
 
 KINDS: tuple[type[Message], ...] = get_args(AnyMessage)
 BLOCK = 16
