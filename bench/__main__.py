@@ -30,6 +30,8 @@ from kvferry.bench.scenarios import (
     warm_up,
 )
 from kvferry.bench.server import Arrangement, ServerFailed, explain, running
+from kvferry.bench.store_speed import SMOLLM2_BLOCK_BYTES, judge_load
+from kvferry.bench.store_speed import measure as measure_store
 from kvferry.bench.tiers import (
     Conversations,
     TierResults,
@@ -70,6 +72,7 @@ class Plan:
     quiet_s: float = 10.0
     conversations: tuple[int, ...] = (2048, 4000, 6000)
     """Tokens; the second is judged."""
+    store_blocks: int = 400
 
 
 def plan(config: BenchConfig) -> Plan:
@@ -143,6 +146,14 @@ class Run:
                 found.after_the_kill(Cluster(server, self._prompts, self._progress), folder)
         return found.results(speeds)
 
+    def measure_store(self) -> dict[str, float] | None:
+        """A store alone: bytes a second in and out of it."""
+        if self.config.url is not None:
+            return None
+        self._progress("the store alone")
+        with store_folder() as folder:
+            return measure_store(folder, SMOLLM2_BLOCK_BYTES, self.plan.store_blocks)
+
     def _measure(self, cluster: Cluster) -> None:
         """Everything of the first arrangement; of others what it is compared by."""
         whole, plan = cluster.name == self.judged, self.plan
@@ -184,14 +195,17 @@ def main(argv: Sequence[str]) -> int:
     machine = this_machine()
     results = run.measure()
     tiers = run.measure_tiers()
+    store = run.measure_store()
     verdicts = judge(results, run.judged, run.plan.sizes[1])
     if tiers is not None:
         verdicts += judge_tiers(tiers, run.plan.conversations[1])
+    if store is not None:
+        verdicts.append(judge_load(store))
     conditions = Conditions(
         command(config), run.model, config.seed, run.client_core, run.others,
         run.arrangements, config.quick,
     )  # fmt: skip
-    text = markdown(results, tiers, verdicts, machine, conditions)
+    text = markdown(results, tiers, store, verdicts, machine, conditions)
     print(text)
     if config.output is not None:
         write_section(config.output, "bench", text)

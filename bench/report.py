@@ -7,7 +7,7 @@ of a document and leave the rest of that document as it is.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from kvferry.bench.scenarios import (
     TtftRounds,
 )
 from kvferry.bench.server import Arrangement
+from kvferry.bench.store_speed import checksum_cost
 from kvferry.bench.tiers import NEW_TOKENS, TIERS, TierResults
 from kvferry.bench.verdicts import Results, Verdict, cold_ttft, handoff, repeat_ttft
 
@@ -44,6 +45,7 @@ class Conditions:
 def markdown(
     results: Results,
     tiers: TierResults | None,
+    store: Mapping[str, float] | None,
     verdicts: Sequence[Verdict],
     machine: Machine,
     conditions: Conditions,
@@ -61,6 +63,7 @@ def markdown(
         "### While a long prompt arrives",
         _interference(results.interference),
         *(["### The next turn, by tier", _tiers(tiers)] if tiers is not None else ()),
+        *(["### The store alone", _store(store)] if store is not None else ()),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -224,6 +227,17 @@ def _tiers(results: TierResults) -> str:
         f"bytes at the speed of a plain copy out of shared memory ({host:.2f} GB/s) or of a read "
         f"of the same files ({disk:.2f} GB/s). {len(results.rounds[0].cold)} rounds, median (least "
         "to most).\n\n" + table(head, rows)
+    )
+
+
+def _store(figures: Mapping[str, float]) -> str:
+    rows = [(name, f"{it / 1e9:.2f}") for name, it in figures.items() if name != "load of memcpy"]
+    return (
+        "One thread of one node puts and loads blocks, each one verified; medians. *memcpy* is "
+        "a plain copy of the same blocks. A checksum costs "
+        f"{100 * checksum_cost(figures):.0f} % of a copy's time out of shared memory; a load from "
+        f"the host tier reaches {100 * figures['load of memcpy']:.0f} % of that copy.\n\n"
+        + table(("", "GB/s"), rows)
     )
 
 
