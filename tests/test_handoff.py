@@ -20,9 +20,12 @@ LENGTHS = (1, 2, B - 1, B, B + 1, 2 * B - 1, 2 * B, 2 * B + 1,
            C - 1, C, C + 1, 2 * C - 1, 2 * C, 2 * C + 1)  # fmt: skip
 
 
-@pytest.fixture(params=[1, 0], ids=["apart", "alone"])
+@pytest.fixture(params=["apart", "alone", "arena"])
 def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    made = Cluster(request.param)
+    """With a prefill node, without one, and with one that ships through a store's arena."""
+    if request.param == "arena":
+        request.getfixturevalue("usual_store")
+    made = Cluster(0 if request.param == "alone" else 1)
     yield made
     made.until(made.idle)
     made.close()
@@ -167,6 +170,7 @@ def test_min_tokens_holds_back_the_end(cluster: Cluster) -> None:
         if getattr(one, name) != getattr(Sampling(), name)
     ),
 )
+@pytest.mark.usefixtures("both_transfers")
 def test_sampling_is_the_same_apart_and_alone(sampling: Sampling) -> None:
     prompt = prompt_of(700)
     answers = []
