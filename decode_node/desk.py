@@ -21,6 +21,7 @@ from kvferry.kvstore.generation_messages import (
     Inquire,
     Rejected,
     Running,
+    Started,
     StepOutput,
     Stop,
     Token,
@@ -139,6 +140,9 @@ class Desk:
 
     def publish(self, produced: Produced) -> None:
         """Sends a step's tokens, one message a gateway, and ends what has ended."""
+        for request in produced.started:
+            if not request.message.outputs:  # else another node has said more of it
+                self._server.send(request.peer, Started(request.message.request, request.sources))
         by_peer: dict[Peer, list[Token]] = defaultdict(list)
         for request, token in produced.tokens:
             by_peer[request.peer].append(token)

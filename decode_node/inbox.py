@@ -58,6 +58,8 @@ class Transfer(Generic[Owner]):
     complete: Complete | None = None
     reused_to: int = 0
     """Up to which block the prefill node had them already, as it said when it accepted."""
+    store: int = 0
+    """Incarnation of the store that the prefill node offers them to; 0: to none."""
     finished_at: float = 0.0
     """When the prefill node's last chunk ended, on our clock."""
     bytes_received: int = 0

@@ -23,7 +23,7 @@ from kvferry.decode_node.desk import Desk
 from kvferry.decode_node.receiver import Receiver
 from kvferry.decode_node.request import Phase, Sequence
 from kvferry.decode_node.scheduler import DecodeScheduler, Limits
-from kvferry.decode_node.stepper import Stepper
+from kvferry.decode_node.stepper import Filled, Stepper, filled
 from kvferry.kernels.engine import Engine
 from kvferry.kvstore.announce import Announcer, NodeState, StepClock
 from kvferry.kvstore.blocks import BlockPool
@@ -104,6 +104,7 @@ class DecodeNode:
             reuse=limits.reuse,
             clock=clock,
             handed_back=self._choose_prefill,
+            to_offer=lambda *span: self._offer(filled(*span)),
             said=server.said,
             store=store,
         )
@@ -151,6 +152,7 @@ class DecodeNode:
                 for request in self.desk:
                     self.desk.reject(request, "shutting_down", "this node ends")
             if self.desk.draining and not self.desk:
+                self.loader.deliver()
                 self._server.flush(FLUSH_SECONDS)
                 return
             self.turn()
@@ -271,7 +273,9 @@ class DecodeNode:
     def _cancel(self, sequence: Sequence) -> None:
         """Nothing more shall come for it: its blocks are reused at once."""
         self.receiver.cancel(sequence)
-        self.loader.cancel(sequence)
+        loaded = self.loader.cancel(sequence)
+        if loaded is not None:
+            sequence.sources.loaded(loaded.first, loaded.reached, loaded.disk)
 
     def _choose_prefill(self, sequence: Sequence) -> None:
         """A long suffix goes to a prefill node, if one can be asked; the rest is computed here."""
@@ -301,10 +305,14 @@ class DecodeNode:
         self.desk.counters["steps"] += 1
         self.desk.counters["computed_tokens"] += tokens
         self.desk.publish(produced)
+        for one in produced.filled:
+            self._offer(one)
+
+    def _offer(self, one: Filled) -> None:
+        """Gives blocks that are whole to the store."""
         if self._reuse:
-            for one in produced.filled:
-                tenant = one.request.message.tenant
-                self.loader.offer(tenant, one.parent, one.first, one.keys, one.blocks)
+            tenant = one.request.message.tenant
+            self.loader.offer(tenant, one.parent, one.first, one.keys, one.blocks)
 
     # -- state ----------------------------------------------------------------------------------
 

@@ -33,7 +33,8 @@ from kvferry.kvstore.keys import checksum, pack_tokens
 from kvferry.kvstore.link import Client
 from kvferry.kvstore.node_messages import StepNotice
 from kvferry.kvstore.sparse_log import SparseLog
-from kvferry.kvstore.store_client import SlotRef, StoreClient
+from kvferry.kvstore.store_client import StoreClient
+from kvferry.kvstore.store_puts import SlotRef
 from kvferry.kvstore.wire import AnyMessage
 
 TRANSFER_WINDOW = 32 << 20
@@ -54,7 +55,11 @@ MAX_ATTEMPTS = 3
 
 
 class Receiver:
-    """The decode node's side of all hand-offs. `handed_back` is told of failed transfers."""
+    """The decode node's side of all hand-offs.
+
+    `handed_back` is told of failed transfers, `to_offer` of blocks `[first, last)` of a sequence
+    that have landed and that no other node offers to the store of this one.
+    """
 
     def __init__(
         self,
@@ -65,6 +70,7 @@ class Receiver:
         reuse: bool,
         clock: Callable[[], float],
         handed_back: Callable[[Sequence], None],
+        to_offer: Callable[[Sequence, int, int], None],
         said: SparseLog,
         store: StoreClient | None = None,
     ) -> None:
@@ -80,6 +86,7 @@ class Receiver:
         self._reuse = reuse
         self._clock = clock
         self._handed_back = handed_back
+        self._to_offer = to_offer
         self._said = said
         self._store = store
 
@@ -174,7 +181,7 @@ class Receiver:
             case Accepted():
                 transfer = self.inbox.accepted(message)
                 if transfer is not None:
-                    transfer.reused_to = message.prefix
+                    transfer.reused_to, transfer.store = message.prefix, message.store
                     transfer.moved_at = self._clock()
             case Complete():
                 completed = self.inbox.completed(message)
@@ -216,27 +223,49 @@ class Receiver:
             )
             self._retry(transfer)
             return
-        for index in arriving.fresh:
-            block = message.first + index
-            if not self._write(transfer, block, message, index, payloads):
-                self.inbox.counters.damaged += 1
-                self._said.error(
-                    "damaged",
-                    link.address,
-                    "block %d of transfer %d from %s is damaged",
-                    block,
-                    transfer.number,
-                    link.address,
-                )
-                transfer.owner.inline |= isinstance(message, Lent)
-                self._retry(transfer)
-                return
-            self._land(transfer, block)
+        before = transfer.leading
+        damaged = self._write_all(transfer, message, arriving.fresh, payloads)
+        if transfer.leading > before and not self._is_in_store(transfer, message):
+            self._to_offer(transfer.owner, before, transfer.leading)
+        if damaged is not None:
+            self.inbox.counters.damaged += 1
+            self._said.error(
+                "damaged",
+                link.address,
+                "block %d of transfer %d from %s is damaged",
+                damaged,
+                transfer.number,
+                link.address,
+            )
+            transfer.owner.inline |= isinstance(message, Lent)
+            self._retry(transfer)
+            return
         credit = self.inbox.credit(transfer, len(arriving.fresh) * self.inbox.block_bytes)
         if credit or isinstance(message, Lent):
             taken = transfer.leading
             link.send(Credit(transfer.number, transfer.epoch, credit, taken))
         self._finish_if_complete(transfer)
+
+    def _is_in_store(self, transfer: Transfer[Sequence], message: Blocks | Lent) -> bool:
+        """Whether what a message brought comes to our store without us: it was lent from there,
+        or the prefill node offers it there. Without a store everything is where it can be."""
+        ours = 0 if self._store is None else self._store.attached_to
+        return not ours or isinstance(message, Lent) or transfer.store == ours
+
+    def _write_all(
+        self,
+        transfer: Transfer[Sequence],
+        message: Blocks | Lent,
+        fresh: list[int],
+        payloads: tuple[memoryview, ...],
+    ) -> int | None:
+        """Takes over these payloads up to one that is not what was sent; which block that is."""
+        for index in fresh:
+            block = message.first + index
+            if not self._write(transfer, block, message, index, payloads):
+                return block
+            self._land(transfer, block)
+        return None
 
     def _write(
         self,
@@ -377,6 +406,7 @@ class Receiver:
         )
         self.inbox.abort(transfer, acknowledged=not told)
         transfer.moved_at = self._clock()
+        sequence.sources.shipped(transfer.first, transfer.leading, transfer.reused_to)
 
     def _lost(self, address: str) -> None:
         for transfer in self.inbox.of_node(address):

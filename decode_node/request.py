@@ -181,10 +181,17 @@ class BlockSources:
             self.device = self.counted = reached
 
     def loaded(self, first: int, reached: int, disk: int) -> None:
-        """Blocks `[first, reached)` came from the store, so many of them from its disk."""
-        fresh = max(0, reached - max(first, self.counted))
-        self.disk += min(disk, fresh)
-        self.host += fresh - min(disk, fresh)
+        """Blocks `[first, reached)` came from the store, so many of them from its disk.
+
+        Once a prefill node was asked, what it had not had before may be in the store by this
+        request alone: no hit.
+        """
+        start = max(first, self.counted)
+        fresh = max(0, reached - start)
+        own = 0 if self.hits_to is None else max(0, reached - max(start, self.hits_to))
+        self.prefill += own
+        self.disk += min(disk, fresh - own)
+        self.host += fresh - own - min(disk, fresh - own)
         self.counted = max(self.counted, reached)
 
     def shipped(self, first: int, reached: int, reused: int) -> None:

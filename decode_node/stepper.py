@@ -28,10 +28,19 @@ class Filled:
     blocks: list[int]
 
 
+def filled(sequence: Sequence, first: int, end: int) -> Filled:
+    """Blocks `[first, end)`, whole as they are now: the sequence may end or lose them."""
+    parent = sequence.keys[first - 1] if first else sequence.request.message.root
+    keys, blocks = sequence.keys[first:end], sequence.blocks[first:end]
+    return Filled(sequence.request, first, parent, keys, blocks)
+
+
 @dataclass(slots=True)
 class Produced:
     """What one step made."""
 
+    started: list[Request] = field(default_factory=list)
+    """Requests whose first token this is."""
     tokens: list[tuple[Request, Token]] = field(default_factory=list)
     ended: list[Sequence] = field(default_factory=list)
     failed: list[tuple[Request, str]] = field(default_factory=list)
@@ -72,7 +81,8 @@ class Stepper:
             chooses = one.is_last
             first = one.sequence.computed // self._block_size
             self._scheduler.advance(one.sequence, one.end)
-            self._note_filled(one.sequence, first, one.end // self._block_size, produced)
+            if one.end // self._block_size > first:
+                produced.filled.append(filled(one.sequence, first, one.end // self._block_size))
             if chooses:
                 try:
                     self._choose(one.sequence, logits[row], produced)
@@ -80,12 +90,6 @@ class Stepper:
                     produced.failed.append((one.sequence.request, str(error)))
                 row += 1
         return produced
-
-    def _note_filled(self, sequence: Sequence, first: int, end: int, produced: Produced) -> None:
-        if end > first:
-            parent = sequence.keys[first - 1] if first else sequence.request.message.root
-            keys, blocks = sequence.keys[first:end], sequence.blocks[first:end]
-            produced.filled.append(Filled(sequence.request, first, parent, keys, blocks))
 
     def _choose(self, sequence: Sequence, row: Logits, produced: Produced) -> None:
         request = sequence.request
@@ -107,6 +111,7 @@ class Stepper:
         if first and not request.timeline.first_token:
             request.timeline.first_token = now
             request.sources = prompt_sources(sequence, self._block_size)
+            produced.started.append(request)
         request.timeline.last_token = now
 
     def _append(self, sequence: Sequence, choice: int, row: Logits) -> Token:

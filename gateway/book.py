@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvferry.gateway.routing import KnownKeys
-from kvferry.kvstore.generation_messages import Done, Rejected, Running, Token
+from kvferry.kvstore.generation_messages import Done, Rejected, Running, Started, Token
 
 INQUIRE_SECONDS = 1.0
 INQUIRE_AT_MOST_SECONDS = 4.0
@@ -33,7 +33,7 @@ class EngineLost:
     """It is there, but what it says makes no sense."""
 
 
-Event = Token | Done | Rejected | Running | EngineLost
+Event = Started | Token | Done | Rejected | Running | EngineLost
 Sink = Callable[[Event], None]
 
 
@@ -50,6 +50,8 @@ class Open:
     """Where they are likely computed, until they are."""
     inquire_at: float
     interval: float = INQUIRE_SECONDS
+    started: bool = False
+    """The node has said where its prompt came from."""
     answered: bool = False
     allowance: int = 0
     """How many tokens of it may still come, repeated ones among them."""

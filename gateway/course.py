@@ -92,6 +92,8 @@ class Course:
         self._deaths = self._fruitless = 0
         self._missing: tuple[int, ...] | None = None
         """What had come when a node first said that it had sent more."""
+        self._sources: PromptSources | None = None
+        """Where its prompt came from when it first ran."""
         self._done: Done | None = None
         self.vouched = True
         """Its account is a node's."""
@@ -160,11 +162,23 @@ class Course:
             return token.token in bounds.eos_ids
         return last if reason else not last
 
-    def credible(self, done: Done) -> bool:
+    def credible(self, it: PromptSources) -> bool:
         """Whether an account is one of this prompt: every token came from somewhere, once."""
-        it = done.sources
         found = it.device + it.host + it.disk + it.remote
         return found + it.prefill + it.decode == self.prompt.size
+
+    def started(self, sources: PromptSources) -> None:
+        """Notes where the prompt came from when it first ran; the first account stays."""
+        if self._sources is None:
+            self._sources = self._found(sources)
+
+    def _found(self, sources: PromptSources) -> PromptSources:
+        """What earlier requests had left, of what a node has found.
+
+        If it was not the first node, that may be what this very request had computed before: hits
+        count only as far as they were known of when the request came.
+        """
+        return sources if self.lost_at is None else _without_own(sources, self._known)
 
     def behind(self, sent: Sequence[int]) -> bool:
         """True if a node has sent tokens that have not come since it last said so."""
@@ -221,20 +235,19 @@ class Course:
     def settle(self) -> None:
         """All choices have ended, but the account of it is lost: what is known is put in its place.
 
-        How many prompt tokens were cached nobody can say any more.
+        If no node has said how many prompt tokens were cached, nobody can any more.
         """
         if self._done is None:
-            self.vouched = False
-            sources = PromptSources(decode=self.prompt.size)
+            self.vouched = self._sources is not None
+            sources = self._sources or PromptSources(decode=self.prompt.size)
             self._done = Done(0, sources, self._measured(), 0.0, 0, self._predicted_ms(), 0, 0)
 
     def _honest(self, done: Done) -> Done:
-        """The account of a node that was not the first.
+        """The account of a node that was not the first: what counts is what the first one found.
 
-        What it found may be what this very request had computed before, so hits count only as far
-        as they were known of when the request came. Times are the request's, not the node's.
+        Times are the request's, not the node's.
         """
-        sources = _without_own(done.sources, self._known)
+        sources = self._sources or self._found(done.sources)
         if self._first_leg == self.leg:
             before = 1e3 * (self._began - self._submitted)
             stages = replace(done.stages, queue=done.stages.queue + before)

@@ -32,7 +32,15 @@ from kvferry.gateway.output import Choice, Piece, Reply
 from kvferry.gateway.parameters import Params
 from kvferry.gateway.prompts import Prompt
 from kvferry.gateway.report import Report, make_report
-from kvferry.kvstore.generation_messages import Done, Generate, Rejected, Running, Token
+from kvferry.kvstore.generation_messages import (
+    Done,
+    Generate,
+    PromptSources,
+    Rejected,
+    Running,
+    Started,
+    Token,
+)
 from kvferry.kvstore.keys import pack_tokens
 
 NO_ROOM = ("server_overloaded", "shutting_down")
@@ -289,6 +297,9 @@ class Generation:
             return self._token(at, event)
         if isinstance(event, Done):
             self._reported(at, event)
+        elif isinstance(event, Started):
+            if self._credible(at, event.sources):
+                course.started(event.sources)
         elif isinstance(event, Running):
             if course.behind(event.sent):
                 self._lost(at, Loss.HOLE)
@@ -331,11 +342,16 @@ class Generation:
         self._last_token[index] = now
 
     def _reported(self, at: int, done: Done) -> None:
-        course = self._courses[at]
-        if not course.credible(done):
-            self._broken(at, f"{done.sources} for {course.prompt.size} tokens")
-        elif not course.reported(done):
+        if self._credible(at, done.sources) and not self._courses[at].reported(done):
             self._lost(at, Loss.HOLE)
+
+    def _credible(self, at: int, sources: PromptSources) -> bool:
+        """Whether this can be where its prompt came from; else its node is broken."""
+        course = self._courses[at]
+        if course.credible(sources):
+            return True
+        self._broken(at, f"{sources} for {course.prompt.size} tokens")
+        return False
 
     def _broken(self, at: int, what: str) -> None:
         """Its node sent what cannot be: whatever else it says of the request is not believed."""

@@ -27,6 +27,7 @@ from kvferry.kvstore.generation_messages import (
     Inquire,
     Rejected,
     Running,
+    Started,
     StepOutput,
     Stop,
 )
@@ -324,6 +325,11 @@ class Node:
             self._predicted = 0.0  # it says these between steps only
         if isinstance(message, StepOutput):
             self._tokens(message)
+        elif isinstance(message, Started):
+            request = self.requests.get(message.request)
+            if request is not None and not request.started:
+                request.started = True
+                request.sink(message)
         elif isinstance(message, Done | Rejected):
             self._ended(message)
         elif isinstance(message, Running):

@@ -4,7 +4,7 @@ A `Generate` is answered by tokens in `StepOutput`, one message a step for all r
 gateway, and ends with one `Done` or `Rejected`. This module does not know how KV blocks travel.
 
     gateway → D       Generate  Stop  Abort  Inquire
-    D → gateway       StepOutput  Done  Rejected  Running
+    D → gateway       Started  StepOutput  Done  Rejected  Running
 """
 
 from __future__ import annotations
@@ -144,6 +144,16 @@ class PromptSources(Struct, frozen=True, array_like=True):
     """Computed on the decode node."""
 
 
+class Started(Message, frozen=True, array_like=True, tag=17):
+    """A request that nobody has begun before gets its first token: its prompt came from here.
+
+    It comes before that token, so that hits are known even if the node dies before `Done`.
+    """
+
+    request: Count
+    sources: PromptSources
+
+
 class Stages(Struct, frozen=True, array_like=True):
     """Time to first token by stage: disjoint intervals on the decode node's clock, milliseconds."""
 
@@ -182,4 +192,6 @@ class Rejected(Message, frozen=True, array_like=True, tag=22):
     message: Text
 
 
-GenerationMessage = Generate | Stop | Abort | Inquire | StepOutput | Done | Rejected | Running
+GenerationMessage = (
+    Generate | Stop | Abort | Inquire | Started | StepOutput | Done | Rejected | Running
+)

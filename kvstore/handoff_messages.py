@@ -55,6 +55,8 @@ class Accepted(Message, frozen=True, array_like=True, tag=31):
     prefix: Count
     expected_start_s: Seconds
     """Seconds until P expects to start computing."""
+    store: Incarnation = 0
+    """Of the store that P offers these blocks to, however they travel. 0: to none."""
 
 
 class Declined(Message, frozen=True, array_like=True, tag=32):

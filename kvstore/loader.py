@@ -8,6 +8,7 @@ Without a store everything here does nothing. It knows no request and decides no
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,7 +19,10 @@ import zmq
 
 from kvferry.kvstore.blocks import BlockPool
 from kvferry.kvstore.link import Client
-from kvferry.kvstore.store_client import Loading, StoreClient
+from kvferry.kvstore.store_client import LAST_BLOCKS_MS, Asked, StoreClient
+from kvferry.kvstore.store_fetches import Loading
+
+log = logging.getLogger(__name__)
 
 Owner = TypeVar("Owner")
 
@@ -95,6 +99,8 @@ class Loader(Generic[Owner]):
         self.num_offered = 0
         """Finished blocks that wait for the store to take them."""
         self._num_dropped = 0
+        self._close_by: float | None = None
+        """Until when `close` may leave its last words under way; None: as long as they may be."""
         self._waits: dict[int, tuple[Owner, _Wait]] = {}
 
     # -- loading ----------------------------------------------------------------------------------
@@ -164,11 +170,14 @@ class Loader(Generic[Owner]):
     def num_loading(self) -> int:
         return len(self._waits)
 
-    def cancel(self, owner: Owner) -> None:
-        """The owner wants nothing more; its blocks may be reused at once."""
+    def cancel(self, owner: Owner) -> Loaded | None:
+        """The owner wants nothing more; its blocks may be reused at once. What it got of a load."""
         found = self._waits.pop(id(owner), None)
-        if found is not None:
-            found[1].load.cancel()
+        if found is None:
+            return None
+        outcome = self._outcome(found[1])
+        found[1].load.cancel()
+        return outcome
 
     # -- offering ---------------------------------------------------------------------------------
 
@@ -216,6 +225,38 @@ class Loader(Generic[Owner]):
         parent, depth = offer.keys[done - 1], offer.depth + done
         return _Offer(offer.tenant, parent, depth, offer.keys[done:], blocks[done:])
 
+    @property
+    def offers_to(self) -> int:
+        """Incarnation of the store that gets what is offered now; 0: none does."""
+        return 0 if self.store is None else self.store.attached_to
+
+    def deliver(self) -> None:
+        """Waits until the store has all that was offered, for `LAST_BLOCKS_MS` at most.
+
+        For a node that ends, as its last act before `close`: nothing is loaded meanwhile.
+        """
+        store = self.store
+        if store is None:
+            return
+        self._close_by = self._clock() + LAST_BLOCKS_MS / 1e3
+        read: Asked | None = None
+        while store.available and self._clock() < self._close_by:
+            self._put_offers(store)
+            if read is None and not self._offers:
+                read = store.locate(())  # it is answered behind everything that was put before
+            if read is not None and (read.answer is not None or read.lost):
+                return
+            self._await(store, self._close_by)
+            store.turn()
+        if self._offers:
+            log.warning("%d finished blocks are lost: the store took too long", self.num_offered)
+
+    def _await(self, store: StoreClient, until: float) -> None:
+        poller = zmq.Poller()
+        for one in store.sockets:
+            poller.register(one, zmq.POLLIN)
+        poller.poll(max(1, int(1e3 * (until - self._clock()))))
+
     # -- the loop ---------------------------------------------------------------------------------
 
     @property
@@ -236,5 +277,10 @@ class Loader(Generic[Owner]):
         return {**counts, "store_offers_dropped": float(self._num_dropped)}
 
     def close(self) -> None:
-        if self.store is not None:
-            self.store.close()
+        """Lets go of the store. What was not offered by then is dropped: see `deliver`."""
+        if self.store is None:
+            return
+        linger_ms = LAST_BLOCKS_MS
+        if self._close_by is not None:
+            linger_ms = max(0, int(1e3 * (self._close_by - self._clock())))
+        self.store.close(linger_ms)

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 
 from kvferry.kvstore.handoff_messages import Credit
 from kvferry.kvstore.router import Peer
-from kvferry.kvstore.store_client import Read, SlotRef, StoreClient
+from kvferry.kvstore.store_client import StoreClient
+from kvferry.kvstore.store_puts import Read, SlotRef
 from kvferry.prefill_node.job import Job
 
 REMIND_SECONDS = 2.0

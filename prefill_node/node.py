@@ -126,6 +126,7 @@ class PrefillNode:
             if self._clock() >= deadline:
                 self._give_up()
             if self._draining and not self.scheduler.active and not self.scheduler.waiting:
+                self.loader.deliver()
                 self._server.flush(FLUSH_SECONDS)
                 return
             self.turn()
@@ -299,7 +300,8 @@ class PrefillNode:
     def _accepted(self, job: Job) -> None:
         job.finished_at = self._clock()
         wait = self._step_clock.predict(self.scheduler.tokens_ahead(job)) if job.remaining else 0.0
-        self._server.send(job.peer, Accepted(job.number, job.epoch, job.prefix, wait))
+        store = self.loader.offers_to if self.scheduler.reuse else 0
+        self._server.send(job.peer, Accepted(job.number, job.epoch, job.prefix, wait, store))
 
     def _ship(self) -> None:
         if "transfer" not in self.debug.hold:

@@ -34,6 +34,7 @@ from kvferry.kvstore.generation_messages import (
     Rejected,
     Running,
     Stages,
+    Started,
     StepOutput,
     Stop,
     Token,
@@ -226,6 +227,8 @@ class FakeDecode:
             live.at[choice] += 1
             if finish:
                 live.ended.add(choice)
+        if not generate.outputs and all(token.index == 0 for token in tokens):
+            self._send(live.peer, Started(generate.request, self._sources(generate)))
         if tokens:
             self._send(live.peer, StepOutput(tuple(tokens)))
         if not tokens or not self.does.split_done:
@@ -235,13 +238,16 @@ class FakeDecode:
         generate = live.generate
         if len(live.ended) < generate.choices or generate.request not in self._live:
             return
-        size, does = len(generate.prompt) // 4, self.does
-        new = size - does.cached - does.from_host - does.from_disk
-        sources = PromptSources(does.cached, does.from_host, does.from_disk, prefill=new)
+        sources = self._sources(generate)
         done = Done(generate.request, sources, Stages(1, 2, 3, 4, 5, 6), 7, max(live.at), 8, 0, 0)
         self._done[generate.request] = done
         self._send(live.peer, done)
         del self._live[generate.request]
+
+    def _sources(self, generate: Generate) -> PromptSources:
+        size, does = len(generate.prompt) // 4, self.does
+        new = size - does.cached - does.from_host - does.from_disk
+        return PromptSources(does.cached, does.from_host, does.from_disk, prefill=new)
 
     def say(self, message: AnyMessage) -> None:
         """Tells every gateway something, unasked."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import zmq
 
@@ -19,8 +19,10 @@ from kvferry.kvstore.debug import DebugSwitches
 from kvferry.kvstore.generation_messages import (
     Done,
     Generate,
+    PromptSources,
     Rejected,
     Sampling,
+    Started,
     StepOutput,
     Token,
 )
@@ -57,6 +59,8 @@ class Answer:
     """Everything that came back for one request."""
 
     tokens: dict[int, list[Token]] = field(default_factory=dict)
+    started: list[tuple[int, PromptSources]] = field(default_factory=list)
+    """Accounts before the first token, and how many choices had tokens then."""
     done: Done | None = None
     rejected: Rejected | None = None
 
@@ -96,14 +100,20 @@ class Cluster:
         prefill_reuse: bool = True,
         store: StoreSizes | None = None,
         transfer: Transfer = "auto",
+        prefill_store: StoreSizes | Literal["same", "none"] = "same",
     ) -> None:
         self.config = config
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self.store: StoreNode | None = None
         self._transfer = transfer
+        self.other_store: StoreNode | None = None
+        """Of the prefill nodes, if they are on another host."""
+        self._same_store = prefill_store == "same"
         store = store or self.usual_store
         if store is not None:
             self.start_store(store)
+        if isinstance(prefill_store, StoreSizes):
+            self.other_store = self._new_store(prefill_store)
         self.root = root_key(FINGERPRINT, "default", None)
         self.prefill_engines = [self._engine(prefill_blocks) for _ in range(prefill_nodes)]
         self.prefill = [
@@ -144,8 +154,11 @@ class Cluster:
 
     def start_store(self, sizes: StoreSizes, listen: str = "tcp://127.0.0.1:0") -> None:
         self.sizes = sizes
+        self.store = self._new_store(sizes, listen)
+
+    def _new_store(self, sizes: StoreSizes, listen: str = "tcp://127.0.0.1:0") -> StoreNode:
         server = Server(self.context, listen, new_incarnation())
-        self.store = StoreNode(server, sizes, debug=DebugSwitches(True, True))
+        return StoreNode(server, sizes, debug=DebugSwitches(True, True))
 
     def stop_store(self, *, drain: bool) -> str:
         """Ends the store, and says where it was."""
@@ -178,9 +191,10 @@ class Cluster:
         )
 
     def _store_client(self, role: str) -> StoreClient | None:
-        if self.store is None:
+        store = self.store if self._same_store or role == "decode" else self.other_store
+        if store is None:
             return None
-        address = self.store._server.address
+        address = store._server.address
         block_bytes = self.prefill_engines[0].spec.block_bytes if self.prefill_engines else 0
         block_bytes = block_bytes or self._engine(1).spec.block_bytes
         hello = Hello(PROTOCOL, role, FINGERPRINT)
@@ -192,24 +206,32 @@ class Cluster:
 
     # -- driving --------------------------------------------------------------------------------
 
-    def turn(self) -> None:
+    @property
+    def nodes(self) -> list[DecodeNode | PrefillNode]:
+        return [self.decode, *self.prefill]
+
+    def turn(self, without: DecodeNode | PrefillNode | None = None) -> None:
         """One turn of everybody, and every invariant after it."""
         self.gateway.tick(time.monotonic())
         for received in self.gateway.receive():
             self._collect(received.message)
-        self.decode.turn()
-        for node in self.prefill:
-            node.turn()
-        if self.store is not None:
-            self.store.turn()
-        self.check()
+        for node in self.nodes:
+            if node is not without:
+                node.turn()
+        for store in self._stores:
+            store.turn()
+        self.check(without)
 
-    def check(self) -> None:
-        self.decode.check()
-        for node in self.prefill:
-            node.check()
-        if self.store is not None:
-            self.store.check()
+    def check(self, without: DecodeNode | PrefillNode | None = None) -> None:
+        for node in self.nodes:
+            if node is not without:
+                node.check()
+        for store in self._stores:
+            store.check()
+
+    @property
+    def _stores(self) -> list[StoreNode]:
+        return [it for it in (self.store, self.other_store) if it is not None]
 
     def until(self, condition: Callable[[], bool], seconds: float = 60.0) -> None:
         deadline = time.monotonic() + seconds
@@ -225,6 +247,9 @@ class Cluster:
                     row = answer.tokens.setdefault(token.choice, [])
                     assert token.index == len(row), "a token is missing or came twice"
                     row.append(token)
+            case Started():
+                answer = self.answers[message.request]
+                answer.started.append((len(answer.tokens), message.sources))
             case Done():
                 self.answers[message.request].done = message
             case Rejected():
@@ -286,6 +311,8 @@ class Cluster:
             node._server.close()
         if self.store is not None:
             self.stop_store(drain=False)
+        if self.other_store is not None:
+            self.other_store.close()
         self.context.destroy(0)
 
 

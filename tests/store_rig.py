@@ -20,7 +20,8 @@ from kvferry.kvstore.link import Client
 from kvferry.kvstore.link_messages import Hello
 from kvferry.kvstore.router import Server
 from kvferry.kvstore.sockets import new_incarnation
-from kvferry.kvstore.store_client import Asked, Loading, StoreClient, Transfer
+from kvferry.kvstore.store_client import Asked, StoreClient, Transfer
+from kvferry.kvstore.store_fetches import Loading
 from kvferry.kvstore.store_node import StoreNode
 from kvferry.kvstore.store_space import Space, StoreSizes
 from kvferry.kvstore.wire import PROTOCOL

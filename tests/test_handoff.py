@@ -218,6 +218,21 @@ def test_preemption_changes_nothing_but_time() -> None:
     cluster.close()
 
 
+@pytest.mark.A8
+def test_a_node_says_where_a_prompt_came_from_before_its_first_token(cluster: Cluster) -> None:
+    prompt = prompt_of(200)
+    whole = cluster.ask(prompt, choices=2)
+    assert whole.done is not None and whole.started == [(0, whole.done.sources)]
+    outputs = tuple(pack_tokens(whole.ids(choice)[:3]) for choice in range(2))
+    message = cluster.message(prompt, choices=2, outputs=outputs)
+    resumed = cluster.answers[message.request] = type(whole)(
+        {choice: whole.tokens[choice][:3] for choice in range(2)}
+    )
+    assert cluster.gateway.send(message)
+    cluster.until(lambda: resumed.ended)
+    assert resumed.started == [], "what it finds now may be of its own making"
+
+
 def test_a_request_resumes_behind_the_tokens_already_streamed(cluster: Cluster) -> None:
     prompt = prompt_of(333)
     sampling = Sampling(temperature=0.9, frequency_penalty=0.5)

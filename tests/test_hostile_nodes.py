@@ -18,7 +18,15 @@ import xxhash
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.gateway.book import MAX_STRAYS
-from kvferry.kvstore.generation_messages import Done, Generate, Rejected, Running, StepOutput, Token
+from kvferry.kvstore.generation_messages import (
+    Done,
+    Generate,
+    Rejected,
+    Running,
+    Started,
+    StepOutput,
+    Token,
+)
 from kvferry.kvstore.generation_messages import PromptSources as Sources
 from kvferry.kvstore.generation_messages import Stages as StageTimes
 from kvferry.kvstore.link_messages import HelloRequired, Refused, Welcome
@@ -175,6 +183,16 @@ def test_an_account_that_cannot_be_is_not_passed_on(tmp_path: Path, sources: Sou
         assert sum(got["timings"]["prompt_tokens"].values()) == SIZE
         assert rig.gateway.nodes.decode[0].counters["offences"] == 1
         assert rig.get("/metrics").status_code == 200
+
+
+@pytest.mark.A8
+def test_whoever_begins_with_an_account_that_cannot_be_is_left(tmp_path: Path) -> None:
+    with several(tmp_path / "m") as (rig, (liar, other)):
+        liar.does.lies = lambda it: [Started(it.request, Sources(host=7)), *whole(it), done(it)]
+        got = ask(rig).json()
+        assert got["choices"][0]["text"] == TEXT and len(other.generates) == 1
+        assert sum(got["timings"]["prompt_tokens"].values()) == SIZE
+        assert sum(node.counters["offences"] for node in rig.gateway.nodes.decode) == 1
 
 
 def test_keys_are_bounded_by_the_blocks_that_there_are(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from kvferry.kvstore.generation_messages import (
     Generate,
     Rejected,
     Running,
+    Started,
     StepOutput,
     Stop,
 )
@@ -234,7 +235,8 @@ def test_a_lost_message_hangs_nobody(tmp_path: Path, kind: type[AnyMessage]) -> 
 
 @pytest.mark.D7
 @pytest.mark.A8
-def test_nobody_makes_up_an_account_that_died_with_its_node(tmp_path: Path) -> None:
+@pytest.mark.parametrize("said", [True, False], ids=["said before", "never said"])
+def test_nobody_makes_up_an_account_that_died_with_its_node(tmp_path: Path, said: bool) -> None:
     with several(tmp_path / "m", 1) as (rig, (only,)):
         only.does.cached = 16
 
@@ -242,12 +244,15 @@ def test_nobody_makes_up_an_account_that_died_with_its_node(tmp_path: Path) -> N
             if isinstance(message, Done):
                 threading.Timer(0.3, only._ending.set).start()  # when the tokens have left it
                 return True
-            return False
+            return isinstance(message, Started) and not said
 
         only.does.loses = lose_and_die
         got = answer(rig)
         assert got["choices"][0]["text"] == TEXT
-        assert "prompt_tokens_details" not in got["usage"]
+        if said:
+            assert got["usage"]["prompt_tokens_details"]["cached_tokens"] == 16
+        else:
+            assert "prompt_tokens_details" not in got["usage"]
 
 
 @pytest.mark.D7
@@ -466,7 +471,8 @@ def test_a_first_token_in_time_is_enough(tmp_path: Path) -> None:
 @pytest.mark.A8
 def test_a_resumed_request_does_not_hit_its_own_blocks(tmp_path: Path) -> None:
     with several(tmp_path / "m", 1) as (rig, (only,)):
-        only.does.loses = once(tokens_at(3))
+        lost = once(tokens_at(3))
+        only.does.loses = lambda message: isinstance(message, Started) or lost(message)
         only.does.cached = 32
         got = answer(rig)
         assert got["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
@@ -483,9 +489,28 @@ def test_a_resumed_request_keeps_the_hits_it_was_known_to_have(tmp_path: Path) -
         (node,) = rig.gateway.nodes.decode
         wait_until(lambda: len(node.keys) == 1)
         time.sleep(1.2)  # until the first request's blocks are not expected any more
-        only.does.loses = once(tokens_at(3))
+        lost = once(tokens_at(3))
+        only.does.loses = lambda message: isinstance(message, Started) or lost(message)
         got = answer(rig)
         assert got["usage"]["prompt_tokens_details"]["cached_tokens"] == 16
+
+
+@pytest.mark.A8
+@pytest.mark.parametrize("died_at", [0, 1, 4])
+def test_what_the_first_node_found_in_any_tier_is_what_counts(tmp_path: Path, died_at: int) -> None:
+    """The next one finds more, on its device and in the store: what this request has left there."""
+    with several(tmp_path / "m") as (rig, (first, second)):
+        first.does.cached, first.does.from_host, first.does.from_disk = 8, 12, 4
+        first.does.dies_at, first.does.pace = died_at, 0.05
+        second.does.cached, second.does.from_host = 20, 16
+        got = answer(rig)
+        assert first.dead and len(second.generates) == 1
+        found = {name: count for name, count in got["timings"]["prompt_tokens"].items() if count}
+        # Before the first token nobody knows what the first node had found.
+        known = {"device": 8, "host": 12, "disk": 4, "prefill": 16}
+        assert found == (known if died_at else {"prefill": 4, "decode": 36})
+        cached = got["usage"]["prompt_tokens_details"]["cached_tokens"]
+        assert cached == (24 if died_at else 0)
 
 
 def test_timings_of_a_resumed_request_are_the_requests(tmp_path: Path) -> None:

@@ -6,6 +6,9 @@ changes the answer.
 
 from __future__ import annotations
 
+import os
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,12 +17,15 @@ from typing import Any
 
 import pytest
 
+from kvferry.decode_node.node import DecodeNode
 from kvferry.kvstore.faults import FaultInjector, FaultRule
 from kvferry.kvstore.generation_messages import Abort
 from kvferry.kvstore.keys import tenant_key
 from kvferry.kvstore.loader import Loader
-from kvferry.kvstore.store_client import SlotRef, Transfer
+from kvferry.kvstore.store_client import Transfer
+from kvferry.kvstore.store_puts import SlotRef
 from kvferry.kvstore.store_space import StoreSizes
+from kvferry.prefill_node.node import PrefillNode
 from kvferry.tests.harness import DECODE_LIMITS, Answer, Cluster, prompt_of
 
 TENANT = tenant_key("default")
@@ -140,6 +146,58 @@ def test_a_restart_of_everything_finds_the_disk(tmp_path: Path, prefill_nodes: i
                 }
 
 
+def end(cluster: Cluster, node: DecodeNode | PrefillNode) -> None:
+    """What SIGTERM does to one node, while all others go on."""
+    reader, writer = os.pipe()
+    thread = threading.Thread(target=lambda: node.run(reader, lambda: True))
+    thread.start()
+    while thread.is_alive():
+        cluster.turn(without=node)
+    os.close(reader)
+    os.close(writer)
+    node.close()
+
+
+@pytest.mark.D5
+@pytest.mark.parametrize("transfer", ["auto", "inline"])
+@pytest.mark.parametrize("prefill_nodes", [1, 0], ids=["apart", "alone"])
+def test_nodes_that_end_leave_their_last_blocks_to_the_store(
+    tmp_path: Path, prefill_nodes: int, transfer: Transfer
+) -> None:
+    """The store stands still while they are made: more than it has granted slots for."""
+    prompt = prompt_of(2500)
+    with cluster_of(tmp_path, prefill_nodes, disk=DISK, transfer=transfer) as cluster:
+        computes = cluster.prefill[0] if prefill_nodes else cluster.decode
+        message = cluster.message(prompt, max_tokens=100, tenant=TENANT)
+        answer = cluster.submit(message)
+        cluster.until(lambda: computes.loader.num_loading > 0)
+        cluster.until(lambda: computes.loader.num_loading == 0)
+        store, cluster.store = cluster.store, None
+        cluster.until(lambda: answer.ended)
+        cluster.until(cluster.idle)
+        assert computes.loader.num_offered > 0
+        cluster.store = store
+        for node in reversed(cluster.nodes):
+            end(cluster, node)
+        assert computes.loader.num_offered == 0
+        cluster.until(lambda: cluster.unwritten() == 0)
+    whole = (len(prompt) + 100 - 1) // 16 * 16
+    with cluster_of(tmp_path, prefill_nodes, disk=DISK, transfer=transfer) as cluster:
+        again = ask(cluster, [*prompt, *answer.ids(), 7, 8, 9])
+        assert sources(again).get("disk") == whole
+
+
+def test_a_store_that_stands_still_holds_up_no_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.kvstore.loader.LAST_BLOCKS_MS", 100)
+    with cluster_of(tmp_path, 0) as cluster:
+        ask(cluster, prompt_of(500))
+        store, cluster.store = cluster.store, None
+        end(cluster, cluster.decode)
+        cluster.store = store
+
+
 @pytest.mark.A4
 def test_a_working_set_beyond_device_and_host_comes_from_the_disk(tmp_path: Path) -> None:
     """Twenty conversations of 32 blocks over pools of 120 and an arena of 200."""
@@ -191,6 +249,39 @@ def test_what_was_preempted_is_loaded_and_not_computed_again(tmp_path: Path) -> 
             assert answer.cached == 0, "it is no hit to find one's own blocks"
         assert sum(answer.done.preemptions for answer in answers if answer.done) > 0
         assert cluster.decode.loader.num_landed > 0
+
+
+@pytest.mark.A8
+@pytest.mark.D3
+def test_a_preempted_transfer_or_load_counts_as_what_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its blocks are findable afterwards, here and in the store, and so are more of its own."""
+    with cluster_of(tmp_path) as cluster:
+        prompt = prompt_of(3000)
+        loader, inbox = cluster.decode.loader, cluster.decode.receiver.inbox
+        answer = cluster.submit(cluster.message(prompt, max_tokens=4, tenant=TENANT))
+        cluster.until(lambda: inbox.num_landed > 40)
+        cluster.decode.debug.preempt = 1
+        cluster.until(lambda: answer.ended)
+        assert answer.done is not None and answer.done.preemptions == 1
+        assert sources(answer) == {"prefill": 2992, "decode": 8}
+        forget(cluster)
+        before = loader.num_landed
+        write = loader._write
+
+        def write_slowly(block: int, view: memoryview) -> bytes | memoryview:
+            time.sleep(0.002)  # so that a load takes several turns
+            return write(block, view)
+
+        monkeypatch.setattr(loader, "_write", write_slowly)
+        answer = cluster.submit(cluster.message(prompt, max_tokens=4, tenant=TENANT))
+        cluster.until(lambda: loader.num_landed > before + 40)
+        assert loader.num_loading
+        cluster.decode.debug.preempt = 1
+        cluster.until(lambda: answer.ended)
+        assert answer.done is not None and answer.done.preemptions == 1
+        assert sources(answer) == {"host": 2992, "decode": 8}
 
 
 @pytest.mark.B1
@@ -278,6 +369,75 @@ def test_a_small_arena_ships_the_rest_inline(tmp_path: Path) -> None:
             ask(cluster, prompt_of(1500, seed))
         counters = cluster.prefill[0].shipper.counters
         assert 0 < counters["lent_bytes"] < counters["shipped_bytes"]
+
+
+def puts(cluster: Cluster) -> dict[str, int]:
+    """How many blocks each role has written into a store."""
+    stores = {"prefill": cluster.prefill[0].loader.store, "decode": cluster.decode.loader.store}
+    return {role: it.counters["puts"] for role, it in stores.items() if it is not None}
+
+
+@pytest.mark.B9
+@pytest.mark.parametrize("transfer", ["auto", "inline"])
+def test_with_one_store_a_block_is_written_there_once(tmp_path: Path, transfer: Transfer) -> None:
+    with cluster_of(tmp_path, transfer=transfer) as cluster:
+        for seed, length in enumerate((900, 2000)):
+            ask(cluster, prompt_of(length, seed), 40)
+            settle(cluster)
+        assert puts(cluster) == {"prefill": 56 + 124, "decode": 2 + 3}
+        assert cluster.store is not None and cluster.store.space is not None
+        assert cluster.store.space.tiers.arena.num_resident == sum(puts(cluster).values())
+
+
+@pytest.mark.parametrize(
+    ("where", "transfer"),
+    [
+        ("other", "auto"),
+        ("other", "inline"),
+        ("none", "auto"),
+        ("does not reuse", "inline"),  # what it lends is in the store by that alone
+    ],
+)
+def test_a_decode_node_offers_what_reaches_its_store_by_nobody_else(
+    tmp_path: Path, where: str, transfer: Transfer
+) -> None:
+    """The prefill node has a store of its own, or none, or keeps no prefixes."""
+    (tmp_path / "other").mkdir()
+    other = StoreSizes(RAM, 0, tmp_path / "other" / "blocks", tmp_path / "other")
+    options: dict[str, Any] = {"prefill_store": other if where == "other" else "none"}
+    if where == "does not reuse":
+        options = {"prefill_reuse": False}
+    with cluster_of(tmp_path, transfer=transfer, **options) as cluster:
+        prompt = prompt_of(2000)
+        ask(cluster, prompt, 40)
+        settle(cluster)
+        assert cluster.prefill[0]._counters["lent_bytes"] == 0
+        assert puts(cluster)["decode"] == 2039 // 16
+        assert puts(cluster).get("prefill", 0) == (124 if where == "other" else 0)
+        forget(cluster)
+        assert sources(ask(cluster, prompt)) == {"host": 1984, "decode": 16}
+
+
+@pytest.mark.A5
+def test_after_a_restart_of_the_store_its_new_life_counts(tmp_path: Path) -> None:
+    """What a prefill node said of the store's last life is not true of this one."""
+    with cluster_of(tmp_path, transfer="inline") as cluster:
+        prompt = prompt_of(3000)
+        answer = cluster.submit(cluster.message(prompt, max_tokens=4, tenant=TENANT))
+        cluster.until(lambda: cluster.decode.receiver.inbox.num_landed > 0)
+        cluster.prefill[0].debug.hold = frozenset({"transfer"})
+        store = cluster.decode.loader.store
+        assert store is not None
+        sizes, address = cluster.sizes, cluster.stop_store(drain=False)
+        cluster.until(lambda: not store.available)
+        cluster.start_store(sizes, address)
+        attached(cluster)
+        landed = cluster.decode.receiver.inbox.num_landed
+        assert landed < 187
+        cluster.prefill[0].debug.hold = frozenset()
+        cluster.until(lambda: answer.ended)
+        settle(cluster)
+        assert store.counters["puts"] == 187 - landed
 
 
 @pytest.mark.B2
