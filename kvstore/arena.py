@@ -75,6 +75,8 @@ class Arena:
         self._next_lease = 1
         self.is_unwritten: Callable[[bytes], bool] = lambda key: False
         """Whether a block waits to be written to disk: it goes only when nothing else may."""
+        self.is_on_disk: Callable[[bytes], bool] | None = None
+        """Whether a block can be read from disk; None without a disk."""
         self._evicted: list[Block] = []
 
     # -- looking --------------------------------------------------------------------------------
@@ -126,6 +128,11 @@ class Arena:
         if self._free:
             return self._free.pop()
         key = self.retention.evict(lambda it: self._may_go(it) and not self.is_unwritten(it))
+        if key is None and self.is_on_disk is not None:
+            # A chain as long as the arena has one end only, and that may be what is being read or
+            # is still to be written. What lies before it on disk is no loss.
+            on_disk = self.is_on_disk
+            key = self.retention.evict_inner(lambda it: on_disk(it) and self._may_go(it))
         if key is None:
             key = self.retention.evict(self._may_go)
         if key is None:

@@ -60,6 +60,7 @@ class DiskTier:
         self._wall = wall
         self._dirty: OrderedDict[bytes, None] = OrderedDict()
         arena.is_unwritten = self._dirty.__contains__
+        arena.is_on_disk = index.__contains__
         self._writing: dict[bytes, tuple[Lease, Record]] = {}
         """Blocks being written, by key."""
         self._doomed: set[bytes] = set()

@@ -25,6 +25,7 @@ import heapq
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 CREDITED_USES = 3
 """Each is worth as many touched blocks as the tier holds."""
@@ -32,7 +33,7 @@ SPARED_SHARE = 0.02
 """The newest blocks of a tier that go last, as a part of it."""
 LEAD_SHARE = 0.03
 """How far ahead, in blocks hit as a part of the tier, the credited tier must be."""
-
+MOST_CLIMBED, LEAVES_TRIED = 8192, 16
 
 _LOWEST = -(1 << 62)
 
@@ -123,10 +124,32 @@ class ChainOrder:
             candidates = (key for key in self._newest if key not in self._children)
             victim = next(filter(may_go, candidates), None)
         if victim is not None:
-            self._ghosts[victim] = self._drop(victim).uses
-            if len(self._ghosts) > self.capacity:
-                self._ghosts.popitem(last=False)
+            self._remember(victim)
         return victim
+
+    def evict_inner(self, may_go: Callable[[bytes], bool]) -> bytes | None:
+        """Gives up a block that others are chained to: the deepest that `may_go` of some chain.
+
+        For a tier whose blocks can be found in another one as well, where a block without its
+        parent is not lost. It looks at no more than `MOST_CLIMBED` blocks.
+        """
+        left = MOST_CLIMBED
+        leaves = heapq.nsmallest(LEAVES_TRIED, self._heap)
+        newest = (key for key in reversed(self._newest) if key not in self._children)
+        for key in [*(key for _, key in leaves), *islice(newest, LEAVES_TRIED)]:
+            above: bytes | None = key
+            while above in self._entries and left > 0:
+                left -= 1
+                if may_go(above):
+                    self._remember(above)
+                    return above
+                above = self._entries[above].parent
+        return None
+
+    def _remember(self, victim: bytes) -> None:
+        self._ghosts[victim] = self._drop(victim).uses
+        if len(self._ghosts) > self.capacity:
+            self._ghosts.popitem(last=False)
 
     def _first_queued(self, may_go: Callable[[bytes], bool]) -> bytes | None:
         skipped: list[bytes] = []

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.bench.replay import compare, ideal, plain_lru, read_trace
+from kvferry.bench.replay import Replay, compare, ideal, plain_lru, read_trace
 
 TRACES = Path(__file__).parent.parent / "bench" / "traces"
 
@@ -50,6 +50,19 @@ def test_the_store_keeps_what_plain_lru_keeps(name: str, capacity: int) -> None:
     assert [row.tier for row in rows] == ["ram", "disk"]
     for row in rows:
         assert row.store >= row.lru, row.line
+
+
+def test_a_chain_longer_than_the_arena_passes_through_it(tmp_path: Path) -> None:
+    """Its end is all that could make room: what is being read, or is still to be written."""
+    chains = [[bytes([n]) + at.to_bytes(15, "big") for at in range(500)] for n in range(3)]
+    with Replay(tmp_path, 64, disk_records=4000) as replay:
+        assert replay.run(chains) == 0.0
+        assert replay.run(chains) == 1.0
+        replay.tiers.arena.check()
+        counters = replay.tiers.counters + (replay.tiers.disk or replay.tiers).counters
+    assert counters["disk_reads"] >= 3 * 400
+    for name in ("disk_evicted_unwritten", "reads_without_slot", "disk_shed"):
+        assert counters[name] == 0, counters
 
 
 def test_a_store_that_holds_everything_hits_what_can_be_hit() -> None:
