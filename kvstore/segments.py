@@ -21,7 +21,10 @@ from kvferry.kvstore.arena import Block
 from kvferry.kvstore.record import Record, record_bytes
 from kvferry.kvstore.retention import Retention
 
-SEGMENTS_IN_CAP = 256
+SEGMENTS_IN_CAP, SEGMENTS_IN_SMALL_CAP = 2048, 256
+"""One of them is kept free: the more there are, the less of the cap that costs."""
+LEAST_RECORDS = 8
+"""Of a segment, unless the cap would have less than `SEGMENTS_IN_SMALL_CAP` of them then."""
 MAX_SEGMENT_BYTES = 64 << 20
 MOST_KEPT = 0.75
 """Of a segment that is cleaned, written again: more would be exacter, and wear the disk more."""
@@ -67,7 +70,9 @@ class SegmentIndex:
     def __init__(self, cap: int, fingerprint: bytes, payload_bytes: int) -> None:
         self.cap = cap
         self.span = record_bytes(payload_bytes)
-        self.segment_bytes = max(self.span, min(MAX_SEGMENT_BYTES, cap // SEGMENTS_IN_CAP))
+        least = min(LEAST_RECORDS * self.span, cap // SEGMENTS_IN_SMALL_CAP)
+        wanted = min(MAX_SEGMENT_BYTES, max(least, cap // SEGMENTS_IN_CAP))
+        self.segment_bytes = max(self.span, wanted)
         self.segment_bytes -= self.segment_bytes % self.span
         self.cleaned = 0
         self.rewritten = 0

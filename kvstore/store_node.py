@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 NODE_ROLES = ("prefill", "decode")
 BUSY_POLL_MS, IDLE_POLL_MS = 20, 200
 DRAIN_SECONDS = 10.0
-LAST_WORDS_MS = 50
+LAST_WORDS_MS = 250
 """With nothing to read for so long, nodes that have ended have been heard to their end."""
 
 

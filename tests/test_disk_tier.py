@@ -347,7 +347,7 @@ def test_a_file_size_limit_of_the_system_is_met_like_a_full_disk(tmp_path: Path)
 import resource, signal, sys
 from pathlib import Path
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (10 * {SPAN} + 77, resource.RLIM_INFINITY))
+resource.setrlimit(resource.RLIMIT_FSIZE, (5 * {SPAN} + 77, resource.RLIM_INFINITY))
 from kvferry.tests.store_rig import chain_keys
 from kvferry.tests.tiers_rig import TiersRig
 rig = TiersRig(Path(sys.argv[1]), slots=100, cap=64 << 20)
