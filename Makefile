@@ -11,7 +11,7 @@ serve: .venv/ready
 
 test: .venv/ready
 	@$(BIN)/python -m kvferry.tests.vocabularies
-	@$(BIN)/pytest -n 2 --dist loadgroup $(ARGS)
+	@$(BIN)/pytest -n 2 --dist loadscope $(ARGS)
 
 test-clients: .venv/ready
 	@$(BIN)/python -m kvferry.tests.clients $(ARGS)

@@ -56,7 +56,7 @@ class Transfer(Generic[Owner]):
     state: TransferState = TransferState.OFFERED
     landed: set[int] = field(default_factory=set)
     complete: Complete | None = None
-    reused_to: int = 0
+    reused_to: int | None = None
     """Up to which block the prefill node had them already, as it said when it accepted."""
     store: int = 0
     """Incarnation of the store that the prefill node offers them to; 0: to none."""

@@ -194,8 +194,13 @@ class BlockSources:
         self.host += fresh - own - min(disk, fresh - own)
         self.counted = max(self.counted, reached)
 
-    def shipped(self, first: int, reached: int, reused: int) -> None:
-        """Blocks `[first, reached)` arrived; the prefill node had those before `reused` already."""
+    def shipped(self, first: int, reached: int, reused: int | None) -> None:
+        """Blocks `[first, reached)` arrived; the prefill node had those before `reused` already.
+
+        None: it never said so, and nothing arrived. Whoever is asked next may have some.
+        """
+        if reused is None:
+            return
         if self.hits_to is None:
             self.hits_to = reused
         start = max(first, self.counted)

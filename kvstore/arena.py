@@ -28,6 +28,7 @@ from kvferry.kvstore.retention import Retention
 
 Owner = Hashable
 FOREVER = float("inf")
+FUTILE_TAKES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +78,7 @@ class Arena:
         """Whether a block waits to be written to disk: it goes only when nothing else may."""
         self.is_on_disk: Callable[[bytes], bool] | None = None
         """Whether a block can be read from disk; None without a disk."""
+        self._futile = 0
         self._evicted: list[Block] = []
 
     # -- looking --------------------------------------------------------------------------------
@@ -129,10 +131,7 @@ class Arena:
             return self._free.pop()
         key = self.retention.evict(lambda it: self._may_go(it) and not self.is_unwritten(it))
         if key is None and self.is_on_disk is not None:
-            # A chain as long as the arena has one end only, and that may be what is being read or
-            # is still to be written. What lies before it on disk is no loss.
-            on_disk = self.is_on_disk
-            key = self.retention.evict_inner(lambda it: on_disk(it) and self._may_go(it))
+            key = self._take_inner(self.is_on_disk)
         if key is None:
             key = self.retention.evict(self._may_go)
         if key is None:
@@ -142,6 +141,20 @@ class Arena:
         self._pins.pop(key, None)
         self.evictions += 1
         return slot
+
+    def _take_inner(self, on_disk: Callable[[bytes], bool]) -> bytes | None:
+        """A chain as long as the arena has one end only, and that may be what is being read or is
+        still to be written. What lies before it on disk is no loss.
+
+        A search in vain may have been a long one: the next `FUTILE_TAKES` do without.
+        """
+        if self._futile > 0:
+            self._futile -= 1
+            return None
+        key = self.retention.evict_inner(lambda it: on_disk(it) and self._may_go(it))
+        if key is None:
+            self._futile = FUTILE_TAKES
+        return key
 
     def _may_go(self, key: bytes) -> bool:
         return self._slot_of[key] not in self._leases_on and key not in self._pins

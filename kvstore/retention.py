@@ -33,7 +33,7 @@ SPARED_SHARE = 0.02
 """The newest blocks of a tier that go last, as a part of it."""
 LEAD_SHARE = 0.03
 """How far ahead, in blocks hit as a part of the tier, the credited tier must be."""
-MOST_CLIMBED, LEAVES_TRIED = 8192, 16
+LEAVES_TRIED = 16
 
 _LOWEST = -(1 << 62)
 
@@ -131,15 +131,16 @@ class ChainOrder:
         """Gives up a block that others are chained to: the deepest that `may_go` of some chain.
 
         For a tier whose blocks can be found in another one as well, where a block without its
-        parent is not lost. It looks at no more than `MOST_CLIMBED` blocks.
+        parent is not lost. It looks at the chains of a few leaves, and at each block once: that may
+        be all of them.
         """
-        left = MOST_CLIMBED
+        seen: set[bytes] = set()
         leaves = heapq.nsmallest(LEAVES_TRIED, self._heap)
         newest = (key for key in reversed(self._newest) if key not in self._children)
         for key in [*(key for _, key in leaves), *islice(newest, LEAVES_TRIED)]:
             above: bytes | None = key
-            while above in self._entries and left > 0:
-                left -= 1
+            while above in self._entries and above not in seen:
+                seen.add(above)
                 if may_go(above):
                     self._remember(above)
                     return above

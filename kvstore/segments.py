@@ -90,6 +90,8 @@ class SegmentIndex:
         """Where new records go, and where those go that a cleaning has kept: the old ones together,
         so that what grows cold together can be dropped together."""
         self._next_segment = 1
+        self._reserve = self.segment_bytes
+        """What is kept free: the largest segment, which may be one that was found."""
         self._cleaning: Cleaning | None = None
         self._forced: list[int] = []
 
@@ -134,7 +136,7 @@ class SegmentIndex:
 
     def place(self, block: Block, uses: int, now_s: int) -> Record | Placed:
         """Where this block is to be written. Its bytes count from now on; call `landed` then."""
-        if self.used + self.span > self.cap - self.segment_bytes:
+        if self.used + self.span > self.cap - self._reserve:
             if uses < 2 and not self._has_garbage() and self._order.outlives_new():
                 return Placed.NOT_WORTH
             return Placed.FULL
@@ -320,6 +322,8 @@ class SegmentIndex:
             for key in list(segment.keys):
                 self.discard(key)
             del self._segments[number]
+            largest = max((it.size for it in self._segments.values()), default=0)
+            self._reserve = max(self.segment_bytes, largest)
         if self._cleaning is not None and self._cleaning.segment == number:
             self._cleaning = None
             self.cleaned += 1
@@ -372,6 +376,7 @@ class SegmentIndex:
     def found(self, number: int, size: int) -> None:
         """A file is there at the start; what is in it is not known yet."""
         self._segments[number] = Segment(number, size, sealed=True, busy=1)
+        self._reserve = max(self._reserve, size)
         self._next_segment = max(self._next_segment, number + 1)
 
     def recovered(self, number: int, size: int, records: Iterable[Record]) -> int:

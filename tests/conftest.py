@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.remote import Producer  # type: ignore[import-untyped]
+from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
 from kvferry.kernels.standin import write_standin_model
 from kvferry.kvstore.model_files import resolve_model
@@ -36,12 +38,16 @@ SERVERS = frozenset(
 """Modules that start whole servers: one after another, however many workers there are."""
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Says what a worker runs in one piece, so that fixtures of a module are made once."""
-    for item in items:
-        module = item.path.stem
-        group = "servers" if module in SERVERS else module
-        item.add_marker(pytest.mark.xdist_group(group))
+class ByModule(LoadScopeScheduling):  # type: ignore[misc]
+    """A worker runs a module in one piece, so that its fixtures are made once."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        module = Path(nodeid.split("::", 1)[0]).stem
+        return "servers" if module in SERVERS else module
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByModule:
+    return ByModule(config, log)
 
 
 @pytest.fixture(autouse=True)

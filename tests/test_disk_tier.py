@@ -15,10 +15,12 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.kvstore.arena import Block
 from kvferry.kvstore.disk_files import FileSystem
 from kvferry.kvstore.errors import ConfigError
-from kvferry.kvstore.record import ALIGNMENT, HEADER_BYTES, record_bytes, unpack
-from kvferry.tests.store_rig import chain_keys
+from kvferry.kvstore.record import ALIGNMENT, HEADER_BYTES, Record, record_bytes, unpack
+from kvferry.kvstore.segments import Placed, SegmentIndex
+from kvferry.tests.store_rig import TENANT, chain_keys
 from kvferry.tests.tiers_rig import FINGERPRINT, SIZE, TiersRig
 
 SPAN = record_bytes(SIZE)
@@ -279,6 +281,37 @@ def test_cleaning_keeps_what_is_hot(tmp_path: Path) -> None:
     assert rig.counter("disk_rewritten") > 0
     assert rig.counter("disk_dropped") > 500
     rig.files.close()
+
+
+def test_larger_files_of_an_earlier_store_are_cleaned_without_loss() -> None:
+    """What is kept free is enough for all of a segment that is worth keeping."""
+    index = SegmentIndex(4096 * SPAN, FINGERPRINT, SIZE)
+    assert index.segment_bytes == 8 * SPAN
+    keys = chain_keys("found", 3840)
+    blocks = [Block(key, bytes(16), TENANT, 0, 1) for key in keys]
+    for number in range(30):
+        index.found(number + 1, 128 * SPAN)
+    for number in range(30):
+        records = [
+            Record(FINGERPRINT, block, SIZE, number + 1, at * SPAN, 0, 1)
+            for at, block in enumerate(blocks[128 * number : 128 * (number + 1)])
+        ]
+        assert index.recovered(number + 1, 128 * SPAN, records) == 128
+    hot = keys[::2]
+    for key in hot:
+        index.touch([key])
+    for key in chain_keys("new", 500):
+        while (placed := index.place(Block(key, bytes(16), TENANT, 0, 1), 2, 0)) is Placed.FULL:
+            cleaning = index.clean(0)
+            assert cleaning is not None
+            for source, target in cleaning.moves:
+                index.moved(source, target)
+            index.deleted(cleaning.segment)
+            assert index.used <= index.cap
+        assert isinstance(placed, Record)
+        index.landed(placed)
+    index.check()
+    assert all(key in index for key in hot)
 
 
 def test_a_block_used_once_does_not_displace_blocks_that_are_used(tmp_path: Path) -> None:

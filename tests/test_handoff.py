@@ -95,6 +95,23 @@ def test_prefill_blocks_are_reused_when_the_decode_node_has_none() -> None:
 
 
 @pytest.mark.A8
+def test_what_is_preempted_before_it_was_accepted_keeps_its_hits() -> None:
+    """Nothing was said by then of what the prefill node had before."""
+    cluster = Cluster(1, limits=replace(DECODE_LIMITS, reuse=False))
+    prompt, prefill = prompt_of(1000), cluster.prefill[0]
+    cluster.ask(prompt)
+    answer = cluster.submit(cluster.message(prompt))
+    while not any(one.offered for one in cluster.decode.receiver.inbox.all()):
+        cluster.turn(without=prefill)
+    cluster.decode.debug.preempt = 1
+    cluster.until(lambda: answer.ended)
+    assert answer.done is not None and answer.done.preemptions == 1
+    assert answer.ids() == cluster.reply(prompt) and answer.cached == (1000 - 1) // B * B
+    cluster.until(cluster.idle)
+    cluster.close()
+
+
+@pytest.mark.A8
 def test_without_any_reuse_nothing_is_counted_as_cached() -> None:
     cluster = Cluster(1, limits=replace(DECODE_LIMITS, reuse=False), prefill_reuse=False)
     prompt = prompt_of(1000)
