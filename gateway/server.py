@@ -91,7 +91,12 @@ def serve(
 
 
 class Protocol(HttpToolsProtocol):
-    """HTTP/1.1 whose answer to what is none is JSON, too."""
+    """HTTP/1.1 whose answer to what is none is JSON, too, and that a closed connection ends."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        # Else the timer of the idle connection keeps it and its last request for 75 s.
+        self._unset_keepalive_if_required()
 
     def send_400_response(self, msg: str) -> None:
         body = BadRequest(msg, code="invalid_http").body()

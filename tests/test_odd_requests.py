@@ -3,16 +3,19 @@ request notices."""
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
+import struct
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
+from kvferry.gateway.server import Protocol
 from kvferry.tests import web
-from kvferry.tests.api_rig import CHAT, COMPLETIONS, error_of
+from kvferry.tests.api_rig import CHAT, COMPLETIONS, error_of, raw_request
 from kvferry.tests.gateway_rig import EOS, Behaviour, Rig, ids_of, running, wait_until
 
 JSON = {"content-type": "application/json"}
@@ -233,6 +236,23 @@ def test_what_is_no_http_gets_json_as_well(rig: Rig, sent: bytes) -> None:
     assert head.startswith(b"HTTP/1.1 400 ") and b"Content-Type: application/json" in head
     assert json.loads(body)["error"]["code"] == "invalid_http"
     assert rig.get("/health").status_code == 200
+
+
+def test_nothing_is_kept_of_a_connection_that_is_closed(rig: Rig) -> None:
+    def kept() -> int:
+        gc.collect()
+        return sum(isinstance(it, Protocol) for it in gc.get_objects())
+
+    before = kept()
+    for _ in range(20):
+        with raw_request(rig, max_tokens=4) as connection:
+            wait_until(lambda: bool(rig.decode.generates))
+            rig.decode.generates.clear()
+            assert connection.recv(1)
+            wait_until(rig.idle)
+            # With the rest unread: the server hears of a reset.
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    wait_until(lambda: kept() <= before + 2)
 
 
 def test_a_doubled_or_missing_prefix_is_explained(rig: Rig) -> None:
