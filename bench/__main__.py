@@ -55,6 +55,7 @@ class BenchConfig:
     seed: int = flag(1, "chooses the prompts")
     rounds: int = flag(9, "rounds of TTFT; long prompts and decoding get a third", minimum=1)
     core: int | None = flag(None, "core of the load client [the last]")
+    tiers: bool = flag(False, "the store and its tiers only, into a section of their own")
     quick: bool = flag(False, "short prompts, few rounds: shows that it works, measures nothing")
     output: Path | None = flag(None, "document that gets the report, between its marks [stdout]")
 
@@ -108,8 +109,8 @@ class Run:
         self.plan = plan(config)
         self.cores = cores()
         self.client_core = max(self.cores) if config.core is None else config.core
-        self.arrangements = arrangements(config, self.cores)
-        self.judged = self.arrangements[0].name
+        self.arrangements = () if config.tiers else arrangements(config, self.cores)
+        self.judged = self.arrangements[0].name if self.arrangements else ""
         self.model = ""
         self.others = 0.0
         self._prompts = Prompts(load_chats(), config.seed)
@@ -138,6 +139,7 @@ class Run:
             self.arrangements += (arrangement,)
             self._progress(f"{arrangement.name}: starting the server")
             with running(arrangement, self.cores) as server:
+                self.model = server.target.model
                 found.before_the_kill(Cluster(server, self._prompts, self._progress))
                 server.kill()
             speeds = plain_speeds(folder)
@@ -193,7 +195,7 @@ def main(argv: Sequence[str]) -> int:
     )  # fmt: skip
     run = Run(config)
     machine = this_machine()
-    results = run.measure()
+    results = Results([], [], []) if config.tiers else run.measure()
     tiers = run.measure_tiers()
     store = run.measure_store()
     verdicts = judge(results, run.judged, run.plan.sizes[1])
@@ -208,7 +210,7 @@ def main(argv: Sequence[str]) -> int:
     text = markdown(results, tiers, store, verdicts, machine, conditions)
     print(text)
     if config.output is not None:
-        write_section(config.output, "bench", text)
+        write_section(config.output, "bench-tiers" if config.tiers else "bench", text)
     return 0 if config.quick or all(verdict.holds for verdict in verdicts) else 1
 
 

@@ -53,6 +53,16 @@ def markdown(
     parts = [
         describe(machine, conditions),
         *(_verdicts(verdicts) if verdicts else ()),
+        *(_plain(results) if results.ttft else ()),
+        *(["### The next turn, by tier", _tiers(tiers)] if tiers is not None else ()),
+        *(["### The store alone", _store(store)] if store is not None else ()),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _plain(results: Results) -> list[str]:
+    """What is measured without a store."""
+    return [
         "### Time to first token",
         _ttft(results.ttft),
         _stages(results.ttft),
@@ -62,10 +72,7 @@ def markdown(
         _decode(results.decode),
         "### While a long prompt arrives",
         _interference(results.interference),
-        *(["### The next turn, by tier", _tiers(tiers)] if tiers is not None else ()),
-        *(["### The store alone", _store(store)] if store is not None else ()),
     ]
-    return "\n\n".join(parts) + "\n"
 
 
 # -- the conditions --------------------------------------------------------------------------------
