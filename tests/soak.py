@@ -286,7 +286,8 @@ class Figures:
         return cls(
             len(list(Path(f"/proc/{pid}/fd").iterdir())),
             int(fields["Threads"]),
-            int(fields["VmRSS"].split()[0]) << 10,
+            # The arena's pages are the store's, whoever has touched them.
+            (int(fields["VmRSS"].split()[0]) - int(fields["RssShmem"].split()[0])) << 10,
         )
 
     def grown(self, before: Figures) -> list[str]:
