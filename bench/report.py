@@ -6,6 +6,7 @@ of a document and leave the rest of that document as it is.
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -104,7 +105,8 @@ def machine_lines(machine: Machine) -> list[str]:
 def _describe(arrangement: Arrangement) -> str:
     if arrangement.url:
         return f"* *{arrangement.name}*: {arrangement.url}"
-    return f"* *{arrangement.name}*: `kvferry serve {' '.join(arrangement.told)}`"
+    flags = re.sub(r"--store-dir=\S+", "--store-dir=DIR", " ".join(arrangement.told))
+    return f"* *{arrangement.name}*: `kvferry serve {flags}`"
 
 
 def _verdicts(verdicts: Sequence[Verdict]) -> list[str]:
