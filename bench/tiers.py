@@ -10,12 +10,11 @@ copy out of shared memory, or of a plain read of the store's own files.
 from __future__ import annotations
 
 import mmap
-import os
 import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from kvferry.bench.figures import Spread, spread
 from kvferry.bench.load import Answer, Ask, completion
 from kvferry.bench.scenarios import BadAnswer, Cluster, warm_up
 from kvferry.bench.server import Arrangement
+from kvferry.bench.store_speed import drop_page_cache, rate
 from kvferry.bench.verdicts import Verdict
 
 TIERS = ("device", "host", "disk")
@@ -161,17 +161,6 @@ def _check(answer: Answer, tier: str, size: int) -> None:
 # -- the floor -------------------------------------------------------------------------------------
 
 
-def drop_page_cache(folder: Path) -> None:
-    """Asks the kernel to forget the pages of the store's files."""
-    for path in folder.rglob("segment-*"):
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
-
-
 def plain_speeds(folder: Path) -> dict[str, float]:
     """Bytes a second: one thread copies out of shared memory, and reads the files."""
     return {"host": _copy_speed(), "disk": _read_speed(folder)}
@@ -181,14 +170,13 @@ def _copy_speed(size: int = 256 << 20) -> float:
     source = np.frombuffer(mmap.mmap(-1, size), np.uint8)
     source[:] = 1
     target = np.ones(size, np.uint8)
-    found = [_timed(lambda: np.copyto(target, source)) for _ in range(5)]
-    return size / statistics.median(found)
+    return statistics.median(rate(size, lambda: np.copyto(target, source)) for _ in range(5))
 
 
 def _read_speed(folder: Path) -> float:
     buffer, size, spent = bytearray(_PIECE), 0, 0.0
     drop_page_cache(folder)
-    for path in folder.rglob("segment-*"):
+    for path in folder.glob("segment-*"):
         with open(path, "rb", buffering=0) as file:
             start = time.perf_counter()
             while count := file.readinto(buffer):
@@ -197,12 +185,6 @@ def _read_speed(folder: Path) -> float:
     if not size:
         raise BadAnswer(f"the store has written nothing to {folder}")
     return size / spent
-
-
-def _timed(action: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    action()
-    return time.perf_counter() - start
 
 
 # -- verdicts --------------------------------------------------------------------------------------

@@ -122,21 +122,7 @@ class Puts:
     def put(
         self, tenant: bytes, parent: bytes, depth: int, keys: Sequence[bytes], read: Read
     ) -> int:
-        """Offers consecutive finished blocks of one chain; never waits.
-
-        Parameters
-        ----------
-        tenant
-            16 bytes that `clear` can name: `keys.tenant_key`.
-        parent
-            Key of the block before the first one, or the root.
-        depth
-            How many blocks come before the first one.
-        read
-            Called with 0 … n - 1 for the blocks that are accepted.
-
-        Returns how many of them the store has now or had; the rest is dropped and counted.
-        """
+        """`StoreClient.put`, which says what everything means."""
         done = 0
         while done < len(keys):
             if keys[done] in self._known:

@@ -73,6 +73,23 @@ def both_transfers(request: pytest.FixtureRequest) -> None:
         request.getfixturevalue("usual_store")
 
 
+@pytest.fixture(params=[1, 0], ids=["apart", "alone"])
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """The hand-off in one thread, with a prefill node and without; at its end nothing is held."""
+    made = Cluster(request.param)
+    yield made
+    made.until(made.idle)
+    made.close()
+
+
+@pytest.fixture
+def apart() -> Iterator[Cluster]:
+    made = Cluster(1)
+    yield made
+    made.until(made.idle)
+    made.close()
+
+
 @pytest.fixture(scope="session")
 def smollm2() -> Path:
     """The folder of the default model, converted once for all sessions of this machine."""

@@ -31,14 +31,6 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
     made.close()
 
 
-@pytest.fixture
-def apart() -> Iterator[Cluster]:
-    made = Cluster(1)
-    yield made
-    made.until(made.idle)
-    made.close()
-
-
 @pytest.mark.B9
 @pytest.mark.parametrize("length", LENGTHS)
 def test_lengths_around_block_and_chunk(cluster: Cluster, length: int) -> None:

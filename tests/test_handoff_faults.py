@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -32,14 +32,6 @@ from kvferry.kvstore.watch import StallWatch
 from kvferry.kvstore.wire import PROTOCOL, AnyMessage
 from kvferry.prefill_node.node import PrefillNode
 from kvferry.tests.harness import DECODE_LIMITS, FINGERPRINT, STANDIN, Cluster, prompt_of
-
-
-@pytest.fixture(params=[1, 0], ids=["apart", "alone"])
-def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    made = Cluster(request.param)
-    yield made
-    made.until(made.idle)
-    made.close()
 
 
 @pytest.mark.B3

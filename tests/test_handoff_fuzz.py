@@ -106,6 +106,8 @@ class Mix:
         self.cluster.prefill[0] = self.cluster.new_prefill(engine, server)
 
     def judge(self) -> None:
+        whole = [one for one in self.asked if one.answer.done is not None and one.answer.tokens]
+        assert len(whole) > 20, "too few were answered to show anything"
         for one in self.asked:
             answer = one.answer
             if answer.rejected is not None:

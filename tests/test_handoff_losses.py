@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 
@@ -12,23 +11,6 @@ from kvferry.kvstore.generation_messages import Abort
 from kvferry.kvstore.keys import checksum
 from kvferry.kvstore.link import Client, LinkState
 from kvferry.tests.harness import Cluster, prompt_of
-
-
-@pytest.fixture(params=[1, 0], ids=["apart", "alone"])
-def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    made = Cluster(request.param)
-    yield made
-    made.until(made.idle)
-    made.close()
-
-
-@pytest.fixture
-def apart() -> Iterator[Cluster]:
-    made = Cluster(1)
-    yield made
-    made.until(made.idle)
-    made.close()
-
 
 # -- somebody leaves -------------------------------------------------------------------------------
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -10,22 +9,6 @@ import pytest
 from kvferry.kvstore.generation_messages import Sampling
 from kvferry.kvstore.keys import pack_tokens
 from kvferry.tests.harness import DECODE_LIMITS, STANDIN, Cluster, prompt_of
-
-
-@pytest.fixture(params=[1, 0], ids=["apart", "alone"])
-def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
-    made = Cluster(request.param)
-    yield made
-    made.until(made.idle)
-    made.close()
-
-
-@pytest.fixture
-def apart() -> Iterator[Cluster]:
-    made = Cluster(1)
-    yield made
-    made.until(made.idle)
-    made.close()
 
 
 def test_a_span_larger_than_the_prefill_pool_is_computed_on_the_decode_node() -> None:

@@ -190,11 +190,14 @@ def test_nodes_that_end_leave_their_last_blocks_to_the_store(
 def test_a_store_that_stands_still_holds_up_no_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.kvstore.loader.LAST_BLOCKS_MS", 100)
+    """It is waited for as long as that may last, and no longer."""
+    monkeypatch.setattr("kvferry.kvstore.loader.LAST_BLOCKS_MS", 300)
     with cluster_of(tmp_path, 0) as cluster:
         ask(cluster, prompt_of(500))
         store, cluster.store = cluster.store, None
+        begun = time.monotonic()
         end(cluster, cluster.decode)
+        assert 0.3 <= time.monotonic() - begun < 30
         cluster.store = store
 
 
