@@ -142,10 +142,14 @@ class Run:
                 self.model = server.target.model
                 found.before_the_kill(Cluster(server, self._prompts, self._progress))
                 server.kill()
-            speeds = plain_speeds(folder)
             self._progress(f"{arrangement.name}: killed; starting it again")
             with running(arrangement, self.cores) as server:
-                found.after_the_kill(Cluster(server, self._prompts, self._progress), folder)
+                found.after_the_kill(Cluster(server, self._prompts, self._progress))
+                server.kill()
+            speeds = plain_speeds(folder)
+            self._progress(f"{arrangement.name}: killed again; starting it a last time")
+            with running(arrangement, self.cores) as server:
+                found.from_disk(Cluster(server, self._prompts, self._progress), folder)
         return found.results(speeds)
 
     def measure_store(self) -> dict[str, float] | None:
