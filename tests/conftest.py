@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -16,6 +17,7 @@ from kvferry.kvstore.model_files import resolve_model
 from kvferry.kvstore.store_space import StoreSizes
 from kvferry.tests.harness import Cluster
 from kvferry.tests.served import Served
+from kvferry.tests.store_rig import MakeRig, StoreRig
 from kvferry.tests.vocabularies import vocabularies
 
 # Before anything imports torch: spinning OpenMP threads starve the servers under test.
@@ -88,6 +90,20 @@ def apart() -> Iterator[Cluster]:
     yield made
     made.until(made.idle)
     made.close()
+
+
+@pytest.fixture
+def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
+    """Makes stores, one after another in the same folder; at the end they are closed."""
+    rigs: list[StoreRig] = []
+
+    def make(**options: Any) -> StoreRig:
+        rigs.append(StoreRig(tmp_path, **options))
+        return rigs[-1]
+
+    yield make
+    for rig in rigs:
+        rig.close()
 
 
 @pytest.fixture(scope="session")

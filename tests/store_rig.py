@@ -10,6 +10,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any, Protocol
 
 import zmq
 
@@ -30,6 +31,7 @@ BLOCK_BYTES = 4000
 SLOT = 4096
 FINGERPRINT = {"weights": "w1", "block_size": "16"}
 TENANT = tenant_key("a")
+TRANSFERS: tuple[Transfer, ...] = ("arena", "inline")
 
 
 def chain_keys(name: object, count: int, tenant: str = "a") -> list[bytes]:
@@ -195,3 +197,7 @@ class StoreRig:
             client.close()
         self.node.close()
         self.context.destroy(0)
+
+
+class MakeRig(Protocol):
+    def __call__(self, **options: Any) -> StoreRig: ...

@@ -1,117 +1,46 @@
-"""What an operator can ask about blocks: a gateway over HTTP, in front of a real store.
-
-The store is turned by a thread of this process. Which blocks it has the tests decide: they put them
-under the keys that the gateway says a prompt has.
-"""
+"""What an operator can ask about blocks: a gateway over HTTP, in front of a real store."""
 
 from __future__ import annotations
 
-import json
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 import pytest
 
-from kvferry.gateway.cache_main import run
-from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.keys import tenant_key
 from kvferry.kvstore.node_messages import KeyBatch
-from kvferry.kvstore.store_client import StoreClient
+from kvferry.tests.cache_rig import (
+    ADMIN,
+    ALICE,
+    DISK,
+    Store,
+    ask,
+    beside_a_store,
+    emptied,
+    keys_of,
+    text,
+)
 from kvferry.tests.gateway_rig import Behaviour, Rig, running, wait_until
-from kvferry.tests.store_rig import StoreRig
-
-ADMIN = {"authorization": "Bearer root"}
-ALICE = {"authorization": "Bearer a"}
-DISK = 4 << 20
-T = TypeVar("T")
-
-
-class Store:
-    """A store with one node; everything that is done to it is done between two of its turns."""
-
-    def __init__(self, folder: Path) -> None:
-        self.rig = StoreRig(folder, disk=DISK)
-        self.node: StoreClient = self.rig.client()
-        self._lock = threading.Lock()
-        self._ending = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    @property
-    def address(self) -> str:
-        return self.rig.server.address
-
-    def _run(self) -> None:
-        while not self._ending.is_set():
-            with self._lock:
-                self.rig.turn()
-            time.sleep(0.002)
-
-    def do(self, work: Callable[[], T]) -> T:
-        with self._lock:
-            return work()
-
-    def put(self, keys: list[bytes], tenant: str, start: int = 0) -> None:
-        """Until they are in memory and on disk."""
-        whose = tenant_key(tenant)
-        assert self.do(lambda: self.rig.put(self.node, keys, tenant=whose, start=start))
-        self.do(self.rig.settle)
-
-    def close(self) -> None:
-        """Ends as a killed process does."""
-        self._ending.set()
-        self._thread.join(10)
-        self.rig.close()
 
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Rig, Store]]:
-    store = Store(tmp_path_factory.mktemp("store"))
-    folder = tmp_path_factory.mktemp("model") / "standin"
-    with running(
-        folder,
-        api_key=("alice=a", "bob=b"),
-        admin_api_key="root",
-        enable_debug=True,
-        store_node=(store.address,),
-    ) as rig:
-        wait_until(lambda: rig.gateway.nodes.stores[0].usable)
-        yield rig, store
-    store.close()
+    with beside_a_store(tmp_path_factory.mktemp("store")) as both:
+        yield both
 
 
 @pytest.fixture
 def rig(both: tuple[Rig, Store]) -> Iterator[Rig]:
-    rig, store = both
-    yield rig
-    rig.decode.does = Behaviour()
-    assert ask(rig, "clear", all=True)["success"]
-    assert store.do(lambda: store.rig.space.tiers.arena.num_resident) == 0
+    with emptied(*both) as rig:
+        yield rig
 
 
 @pytest.fixture
 def store(both: tuple[Rig, Store]) -> Store:
     return both[1]
-
-
-def ask(rig: Rig, action: str, **body: Any) -> dict[str, Any]:
-    response = rig.post(f"/admin/cache/{action}", body, headers=ADMIN)
-    assert response.status_code == 200, response.text
-    answer: dict[str, Any] = response.json()
-    return answer
-
-
-def keys_of(rig: Rig, **body: Any) -> list[bytes]:
-    blocks = ask(rig, "inspect", **body)["blocks"]
-    return [bytes.fromhex(block["key"]) for block in blocks]
-
-
-def text(name: str, blocks: int) -> str:
-    return (name * 16 * blocks)[: 16 * blocks]
 
 
 # -- looking ---------------------------------------------------------------------------------------
@@ -391,73 +320,6 @@ def test_without_a_store_there_is_nothing_to_keep(tmp_path: Path) -> None:
             assert refused.json()["error"]["code"] == "no_store"
         assert ask(rig, "inspect", prompt="x" * 40)["summary"]["missing"] == 2
         assert ask(rig, "clear", tenant="a")["tiers"] == {"device": {"evicted": 5, "held": 2}}
-
-
-# -- the command line ------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def cache(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., str]:
-    monkeypatch.setenv("KVFERRY_ADMIN_API_KEY", "root")
-
-    def call(*arguments: str) -> str:
-        assert run([*arguments, f"--url={rig.url}"]) == 0
-        return capsys.readouterr().out
-
-    return call
-
-
-def test_the_command_line_asks_all_of_it(
-    rig: Rig, store: Store, cache: Callable[..., str], tmp_path: Path
-) -> None:
-    body = {"prompt": text("command ", 5)}
-    request = tmp_path / "body.json"
-    request.write_text(json.dumps(body))
-    chain = (f"--request={request}", "--tenant=alice")
-    keys = keys_of(rig, tenant="alice", **body)
-    store.put(keys[:3], "alice")
-    assert cache("inspect", *chain).splitlines()[0] == "hhh" + "." * (len(keys) - 3)
-    assert cache("inspect", "--prompt", body["prompt"], "--tenant=alice").startswith("hhh.")
-    assert json.loads(cache("inspect", *chain, "--json"))["summary"]["host"] == 3
-    assert "pinned 3" in cache("pin", *chain, "--ttl=60")
-    assert "unpinned 3" in cache("unpin", *chain)
-    assert "host 3" in cache("prefetch", *(f"--key={key.hex()}" for key in keys))
-    stats = cache("stats")
-    assert store.address in stats and "blocks 3" in stats
-    assert set(json.loads(cache("clear", "--all", "--tier=device", "--json"))["tiers"]) == {
-        "device"
-    }
-    told = cache("clear", "--tenant=alice").splitlines()
-    assert {"host: 3 blocks gone, 0 in use", "disk: 3 blocks gone, 0 in use"} <= set(told)
-    assert cache("inspect", *chain).startswith(".....")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        ([], "say what to do"),
-        (["forget"], "must be one of stats, inspect"),
-        (["pin", "--prompt=x"], "--ttl"),
-        (["inspect"], "one of --request FILE"),
-        (["inspect", "--prompt=x", "--key=00"], "one of --request FILE"),
-        (["inspect", "--request=/no/such/file"], "No such file"),
-        (["clear"], "--tenant NAME or --all"),
-        (["clear", "--tenant=a", "--all"], "--tenant NAME or --all"),
-        (["stats", "--url=nowhere"], "must begin with http"),
-        (["stats", "--url=http://127.0.0.1:9"], "no answer from http://127.0.0.1:9"),
-        (["inspect", "--key=xyz"], "400: keys must be block keys"),
-        (["stats", "--admin-api-key=wrong"], "KVFERRY_ADMIN_API_KEY"),
-    ],
-)
-def test_what_the_command_line_cannot_do_is_one_line(
-    cache: Callable[..., str], rig: Rig, arguments: list[str], says: str
-) -> None:
-    whole = [f"--url={rig.url}", *arguments]
-    with pytest.raises(ConfigError, match=r"^[^\n]*$") as error:
-        run(whole)
-    assert says in str(error.value)
 
 
 def test_a_store_that_falls_silent_is_named(

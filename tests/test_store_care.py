@@ -5,9 +5,9 @@ from __future__ import annotations
 import errno
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,23 +20,6 @@ from kvferry.kvstore.sockets import new_incarnation
 from kvferry.kvstore.store_messages import CacheReply, CacheRequest
 from kvferry.kvstore.wire import PROTOCOL
 from kvferry.tests.store_rig import StoreRig, chain_keys
-
-
-class MakeRig(Protocol):
-    def __call__(self, **options: object) -> StoreRig: ...
-
-
-@pytest.fixture
-def make_rig(tmp_path: Path) -> Iterator[MakeRig]:
-    rigs: list[StoreRig] = []
-
-    def make(**options: object) -> StoreRig:
-        rigs.append(StoreRig(tmp_path, **options))  # type: ignore[arg-type]
-        return rigs[-1]
-
-    yield make
-    for rig in rigs:
-        rig.close()
 
 
 class SlowScan(FileSystem):

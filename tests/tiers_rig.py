@@ -13,11 +13,13 @@ from kvferry.kvstore.disk import DiskFaults, DiskWorker, Job, ReadJob
 from kvferry.kvstore.disk_files import FileSystem
 from kvferry.kvstore.keys import checksum
 from kvferry.kvstore.loads import Ready
+from kvferry.kvstore.record import record_bytes
 from kvferry.kvstore.segments import SegmentIndex
 from kvferry.kvstore.tiers import Handed, Tiers
-from kvferry.tests.store_rig import TENANT, payload_of
+from kvferry.tests.store_rig import TENANT, chain_keys, payload_of
 
 SIZE = 300
+SPAN = record_bytes(SIZE)
 FINGERPRINT = b"f" * 16
 
 
@@ -142,6 +144,19 @@ class TiersRig:
 
     def counter(self, name: str) -> int:
         return int(self.tiers.figures().get(name, 0))
+
+
+def filled(folder: Path, chains: int, length: int, cap: int = 1 << 30) -> list[list[bytes]]:
+    """A directory with so many chains on it, and nobody who has it open."""
+    rig = TiersRig(folder, slots=2 * chains * length + 4, cap=cap)
+    keys = [chain_keys(number, length) for number in range(chains)]
+    for chain in keys:
+        rig.put(chain)
+    rig.settle()
+    rig.tiers.check()
+    assert rig.counter("disk_writes") == chains * length
+    rig.files.close()
+    return keys
 
 
 def damage_file(path: Path, dice: random.Random, offset: int, kind: str, span: int) -> None:
