@@ -5,7 +5,6 @@ Every outcome comes in an order that the test chooses, so a seed is a whole run.
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 from kvferry.kvstore.arena import Arena, Block
@@ -157,14 +156,3 @@ def filled(folder: Path, chains: int, length: int, cap: int = 1 << 30) -> list[l
     assert rig.counter("disk_writes") == chains * length
     rig.files.close()
     return keys
-
-
-def damage_file(path: Path, dice: random.Random, offset: int, kind: str, span: int) -> None:
-    """One kind of damage to the record at `offset`."""
-    data = bytearray(path.read_bytes())
-    at = {
-        "header": offset + dice.randrange(128),
-        "payload": offset + 128 + dice.randrange(SIZE),
-    }[kind]
-    data[at] ^= 1 << dice.randrange(8)
-    path.write_bytes(data)
