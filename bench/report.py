@@ -23,7 +23,7 @@ from kvferry.bench.scenarios import (
 )
 from kvferry.bench.server import Arrangement
 from kvferry.bench.store_speed import checksum_cost
-from kvferry.bench.tiers import NEW_TOKENS, TIERS, TierResults
+from kvferry.bench.tiers import NEW_TOKENS, PAUSE_S, TIERS, TierResults
 from kvferry.bench.verdicts import Results, Verdict, cold_ttft, handoff, repeat_ttft
 
 STAGES = ("queue", "lookup", "load", "prefill", "transfer", "first_step")
@@ -230,14 +230,14 @@ def _tiers(results: TierResults) -> str:
     head = ("tokens", "from", "TTFT, ms", "floor, ms", "of the floor", "of cold")
     host, killed, disk = (results.speeds[tier] / 1e9 for tier in ("host", "killed", "disk"))
     return (
-        f"A turn adds {NEW_TOKENS} tokens to a prompt of so many and its reply. *host*: after the "
-        "devices forgot. *killed*: everything was killed with SIGKILL and started again, so that "
-        "the blocks come from the store's files. *disk*: killed and started again, and the kernel "
-        "forgets the files' pages before each turn. The floor is the device's TTFT and the blocks' "
-        f"bytes at the speed of a plain copy out of shared memory ({host:.2f} GB/s), or of a read "
-        f"of the same files with their pages in memory ({killed:.2f} GB/s) or not ({disk:.2f} "
-        f"GB/s). {len(results.rounds[0].cold)} rounds, median (least to most).\n\n"
-        + table(head, rows)
+        f"A turn adds {NEW_TOKENS} tokens to a prompt of so many and its reply, {PAUSE_S:g} s "
+        "after the last one. *host*: after the devices forgot. *killed*: everything was killed "
+        "with SIGKILL and started again, so that the blocks come from the store's files. *disk*: "
+        "killed and started again, and the kernel forgets the files' pages before each turn. The "
+        "floor is the device's TTFT and the blocks' bytes at the speed of a plain copy out of "
+        f"shared memory ({host:.2f} GB/s), or of a read of the same files with their pages in "
+        f"memory ({killed:.2f} GB/s) or not ({disk:.2f} GB/s). {len(results.rounds[0].cold)} "
+        "rounds, median (least to most).\n\n" + table(head, rows)
     )
 
 

@@ -40,6 +40,8 @@ NEW_TOKENS = 32
 WRITTEN_S = 120.0
 """What the store gets to write everything."""
 RESTART_FACTOR, RESTART_SHARE = 1.5, 0.10
+PAUSE_S = 0.5
+"""Before each turn: nobody answers at once."""
 _PIECE = 4 << 20
 
 
@@ -152,6 +154,7 @@ class Conversations:
     def _turn(self, cluster: Cluster, size: int, at: int, tier: str) -> None:
         said = self._said[size, at]
         ask = self._next(cluster, said)
+        time.sleep(PAUSE_S)
         (answer,) = cluster.run([ask])
         _check(answer, tier, size)
         self._warm[tier][size].append(answer.ttft)

@@ -125,6 +125,7 @@ class DecodeNode:
             max_queued=limits.max_queued,
             forced_ids=limits.forced_ids,
         )
+        self._engine = engine
         self._block_size = spec.block_size
         self._reuse = limits.reuse
         self._server = server
@@ -168,7 +169,8 @@ class DecodeNode:
             poller.register(socket, zmq.POLLIN)
         if not self.desk.draining:
             poller.register(stop_fd, zmq.POLLIN)
-        poller.poll(IDLE_POLL_MS)
+        prepared = not self.desk and self._engine.prepare()
+        poller.poll(0 if prepared else IDLE_POLL_MS)
 
     @property
     def _runnable(self) -> bool:

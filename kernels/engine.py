@@ -119,3 +119,8 @@ class Engine(Protocol):
     def copy(self, source: int, target: int) -> None:
         """Copies one whole block onto another."""
         ...
+
+    def prepare(self) -> bool:
+        """Does some milliseconds of work that later calls are spared, in a moment that nobody
+        needs; False when there is none to do."""
+        ...

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from kvferry.kernels.errors import ModelError
+from kvferry.kernels.prefault import Prefault
 
 _ALIGNMENT = 64
 
@@ -19,7 +20,8 @@ _ALIGNMENT = 64
 class BlockPool:
     """``tensor``: ``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``.
 
-    All zero at first; on a CPU the memory is not touched, so a pool costs what has been written.
+    All zero at first; on a CPU no more memory is touched than has been written, and an eighth of
+    the pool that `prepare` maps ahead of it.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class BlockPool:
         self._bytes = flat.view(num_blocks, self.block_bytes)
         self.tensor = flat.view(dtype).view(self.shape)
         self._host = self._bytes.numpy() if device.type == "cpu" else None
+        self._prefault = None if self._host is None else Prefault(self._host.reshape(-1))
 
     @property
     def num_blocks(self) -> int:
@@ -58,6 +61,7 @@ class BlockPool:
     def write(self, block: int, payload: bytes | memoryview) -> None:
         """Overwrites the block; ValueError unless `payload` has `block_bytes` bytes."""
         self._check(block)
+        self.reached(block)
         data = np.frombuffer(payload, np.uint8)
         if data.size != self.block_bytes:
             raise ValueError(f"a block has {self.block_bytes} bytes, not {data.size}")
@@ -65,6 +69,15 @@ class BlockPool:
             self._bytes[block].copy_(torch.from_numpy(data.copy()))
         else:
             self._host[block] = data
+
+    def reached(self, last: int) -> None:
+        """Blocks up to `last` are in use: `prepare` begins behind it."""
+        if self._prefault is not None:
+            self._prefault.reached((last + 1) * self.block_bytes)
+
+    def prepare(self) -> bool:
+        """Makes a little of the memory ready that is used next; False when it all is."""
+        return self._prefault is not None and self._prefault.step()
 
     def copy(self, source: int, target: int) -> None:
         self._check(source)

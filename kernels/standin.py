@@ -194,6 +194,9 @@ class StandinEngine:
     def copy(self, source: int, target: int) -> None:
         self._pool[target] = self._pool[source]
 
+    def prepare(self) -> bool:
+        return False
+
     def _pass_time(self, tokens: int, between_layers: Callable[[], None]) -> None:
         config = self._config
         seconds = config.seconds_per_pass + tokens * config.seconds_per_token

@@ -76,6 +76,7 @@ class TorchEngine:
     @torch.inference_mode()
     def forward(self, batch: Batch, between_layers: Callable[[], None]) -> Logits:
         check_batch(batch, self._spec)
+        self._pool.reached(_last_written(batch, self._spec.block_size))
         tokens: list[int] = []
         positions: list[int] = []
         rows: list[int] = []
@@ -96,6 +97,14 @@ class TorchEngine:
 
     def copy(self, source: int, target: int) -> None:
         self._pool.copy(source, target)
+
+    def prepare(self) -> bool:
+        return self._pool.prepare()
+
+
+def _last_written(batch: Batch, block_size: int) -> int:
+    """The highest block that the pass writes to."""
+    return max(max(span.blocks[span.start // block_size :]) for span in batch.spans)
 
 
 @dataclass(frozen=True, slots=True)

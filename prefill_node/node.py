@@ -152,7 +152,9 @@ class PrefillNode:
             poller.register(socket, zmq.POLLIN)
         if not self._draining:
             poller.register(stop_fd, zmq.POLLIN)
-        poller.poll(IDLE_POLL_MS)
+        busy = self.scheduler.active or self.scheduler.waiting
+        prepared = not busy and self._engine.prepare()
+        poller.poll(0 if prepared else IDLE_POLL_MS)
 
     def turn(self) -> None:
         """One round of the loop."""

@@ -111,6 +111,9 @@ class ListEngine:
     def copy(self, source: int, target: int) -> None:
         self.content[target] = self.content[source]
 
+    def prepare(self) -> bool:
+        return False
+
 
 @cache
 def _spec(num_blocks: int) -> EngineSpec:

@@ -1,0 +1,132 @@
+"""Pages are mapped ahead of use, and no further than that."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from kvferry.kernels.pool import BlockPool
+from kvferry.kernels.prefault import STEP_BYTES, Prefault
+from kvferry.tests.harness import Cluster
+
+SIZE = 64 << 20
+AHEAD = SIZE // 8
+
+
+@pytest.fixture
+def buffer() -> Iterator[NDArray[np.uint8]]:
+    """Fresh memory in pages of the usual size, none of them touched."""
+    memory = mmap.mmap(-1, SIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_NOHUGEPAGE)
+    yield np.frombuffer(memory, np.uint8)
+
+
+def resident(buffer: NDArray[np.uint8]) -> int:
+    """Bytes of it that are mapped."""
+    pages = (ctypes.c_ubyte * (buffer.size // mmap.PAGESIZE))()
+    mincore = ctypes.CDLL(None, use_errno=True).mincore
+    mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    assert mincore(buffer.ctypes.data, buffer.size, pages) == 0, ctypes.get_errno()
+    return mmap.PAGESIZE * sum(page & 1 for page in pages)
+
+
+def finish(prefault: Prefault) -> None:
+    while prefault.step():
+        pass
+
+
+def test_an_eighth_is_mapped_ahead_and_no_more(buffer: NDArray[np.uint8]) -> None:
+    prefault = Prefault(buffer)
+    assert resident(buffer) == 0
+    assert prefault.step()
+    assert resident(buffer) == prefault.mapped == STEP_BYTES
+    finish(prefault)
+    assert resident(buffer) == prefault.mapped == AHEAD
+    for end in range(0, SIZE // 2, 5 << 20):
+        prefault.reached(end)
+        finish(prefault)
+        assert resident(buffer) == prefault.mapped == end + AHEAD
+
+
+def test_at_the_end_nothing_is_left_to_map(buffer: NDArray[np.uint8]) -> None:
+    prefault = Prefault(buffer)
+    prefault.reached(SIZE - 4097)
+    finish(prefault)
+    assert prefault.mapped == SIZE
+    assert resident(buffer[-mmap.PAGESIZE :]) == mmap.PAGESIZE
+    prefault.reached(SIZE)
+    assert not prefault.step()
+
+
+def test_what_is_in_use_already_is_not_mapped_behind_its_back(
+    buffer: NDArray[np.uint8],
+) -> None:
+    prefault = Prefault(buffer)
+    prefault.reached(SIZE // 2)
+    prefault.reached(SIZE // 4)  # blocks are reused in any order
+    finish(prefault)
+    assert resident(buffer[: SIZE // 2]) == 0
+    assert resident(buffer) == AHEAD
+
+
+def test_a_pool_maps_what_comes_behind_the_blocks_that_are_written() -> None:
+    pool = BlockPool(num_blocks=256, layers=2, block_size=16, kv_heads=4, head_dim=64,
+                     dtype=torch.float32, device=torch.device("cpu"))  # fmt: skip
+    payload = bytes(range(256)) * (pool.block_bytes // 256)
+    for block in range(200):
+        pool.write(block, payload)
+        while pool.prepare():
+            pass
+    assert all(pool.read(block) == payload for block in range(200))
+    assert pool.read(255) == bytes(pool.block_bytes), "mapping has written"
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    cluster.close()
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_a_node_with_nothing_to_do_prepares_until_nothing_is_left(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, role: str
+) -> None:
+    left = [True] * 5
+    asked: list[bool] = []
+
+    def prepare() -> bool:
+        asked.append(left.pop() if left else False)
+        return asked[-1]
+
+    node = cluster.decode if role == "decode" else cluster.prefill[0]
+    monkeypatch.setattr(node._engine, "prepare", prepare)
+    reader, writer = os.pipe()
+    began = time.monotonic()
+    node.run(reader, lambda: len(asked) >= 6)
+    assert asked == [True] * 5 + [False], "each piece is a turn of the loop, and then it sleeps"
+    assert time.monotonic() - began < 60
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_node_that_has_a_request_prepares_nothing(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.submit(cluster.message([7] * 40))
+    cluster.decode.debug.hold = frozenset({"queue", "decode"})
+    cluster.until(lambda: len(cluster.decode.desk) == 1)
+
+    def prepare() -> bool:
+        raise AssertionError("somebody waits")
+
+    monkeypatch.setattr(cluster.engine, "prepare", prepare)
+    cluster.decode._wait(0)
