@@ -27,6 +27,7 @@ from kvferry.decode_node.stepper import Filled, Stepper, filled
 from kvferry.kernels.engine import Engine
 from kvferry.kvstore.announce import Announcer, NodeState, StepClock
 from kvferry.kvstore.blocks import BlockPool
+from kvferry.kvstore.collector import Collector
 from kvferry.kvstore.debug import DebugDesk, DebugSwitches
 from kvferry.kvstore.generation_messages import Abort, Generate, Inquire, Stop
 from kvferry.kvstore.keys import matchable_blocks
@@ -140,7 +141,13 @@ class DecodeNode:
 
     # -- the loop -------------------------------------------------------------------------------
 
-    def run(self, stop_fd: int, stopping: Callable[[], bool], timeout: float = inf) -> None:
+    def run(
+        self,
+        stop_fd: int,
+        stopping: Callable[[], bool],
+        timeout: float = inf,
+        collector: Collector | None = None,
+    ) -> None:
         """Serves until a stop is asked for and nothing runs any more, `timeout` seconds later at
         most: what still runs then is handed back to its gateway, which may go on elsewhere."""
         deadline = inf
@@ -157,6 +164,8 @@ class DecodeNode:
                 self._server.flush(FLUSH_SECONDS)
                 return
             self.turn()
+            if collector is not None:
+                collector.turn(idle=not self.desk)
 
     def _wait(self, stop_fd: int) -> None:
         """Sleeps until there is something to do; not at all while sequences can run."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Sequence
 
 from kvferry.decode_node.config import DecodeConfig
 from kvferry.kvstore.boot import boot
+from kvferry.kvstore.collector import Collector
 from kvferry.kvstore.debug import DebugSwitches
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.settings import parse
@@ -56,8 +56,12 @@ def run(argv: Sequence[str]) -> int:
         debug = DebugSwitches(config.enable_debug, config.enable_test_hooks)
         node = DecodeNode(engine, booted.server, connect, limits, debug=debug, store=store)
         try:
-            gc.freeze()  # what was loaded stays: no collection in the middle of a step walks it
-            node.run(booted.stop.fileno(), lambda: booted.stop.requested, config.shutdown_timeout)
+            node.run(
+                booted.stop.fileno(),
+                lambda: booted.stop.requested,
+                config.shutdown_timeout,
+                collector=Collector(),
+            )
         finally:
             node.close()
     return 0

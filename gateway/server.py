@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import gc
 import logging
 import os
 import socket
@@ -26,6 +25,7 @@ from kvferry.gateway.errors import BadRequest, shutting_down
 from kvferry.gateway.model import ServedModel, load_model
 from kvferry.gateway.nodes import Nodes
 from kvferry.gateway.service import Gateway
+from kvferry.kvstore.collector import Collector
 from kvferry.kvstore.curve import load_keys
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.link_messages import Hello
@@ -37,6 +37,8 @@ from kvferry.kvstore.wire import PROTOCOL
 
 log = logging.getLogger(__name__)
 
+COLLECTOR_SECONDS = 1.0
+"""Between two looks whether it is time to collect garbage."""
 LAST_SECONDS = 3
 """What connections get to take their last bytes after the drain."""
 
@@ -79,9 +81,7 @@ def serve(
             curve=curve,
         )
         gateway = Gateway(config, model, nodes)
-        server = Server(gateway)
-        gc.collect()
-        gc.freeze()  # what lives for ever would only lengthen the collector's pauses
+        server = Server(gateway, Collector())
         try:
             server.run(sockets=[listener])
         finally:
@@ -111,7 +111,7 @@ class Protocol(HttpToolsProtocol):
 class Server(uvicorn.Server):
     """uvicorn with a drain before its shutdown."""
 
-    def __init__(self, gateway: Gateway) -> None:
+    def __init__(self, gateway: Gateway, collector: Collector | None = None) -> None:
         _quieten(gateway.config.log_level)
         super().__init__(
             uvicorn.Config(
@@ -128,12 +128,19 @@ class Server(uvicorn.Server):
             )
         )
         self._gateway = gateway
+        self._collector = collector
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         self._loop = asyncio.get_running_loop()
+        if self._collector is not None:
+            self._collect(self._collector)
         await super().startup(sockets)
+
+    def _collect(self, collector: Collector) -> None:
+        collector.turn(idle=not self._gateway.open)
+        asyncio.get_running_loop().call_later(COLLECTOR_SECONDS, self._collect, collector)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._loop is None:

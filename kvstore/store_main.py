@@ -9,6 +9,7 @@ from contextlib import closing
 import zmq
 
 from kvferry.kvstore.boot import bind
+from kvferry.kvstore.collector import Collector
 from kvferry.kvstore.curve import guarded, load_keys
 from kvferry.kvstore.debug import DebugSwitches
 from kvferry.kvstore.errors import ConfigError
@@ -43,7 +44,13 @@ def run(argv: Sequence[str]) -> int:
             debug = DebugSwitches(config.enable_debug, config.enable_test_hooks)
             with closing(StoreNode(server, sizes, debug=debug)) as node:
                 status.report(ready=True)
-                node.run(stop.fileno(), lambda: stop.requested, config.shutdown_timeout)
+                node.run(
+                    stop.fileno(),
+                    lambda: stop.requested,
+                    config.shutdown_timeout,
+                    # The blocks that it knows only grow in number: each is walked once.
+                    collector=Collector(keeps=True),
+                )
     finally:
         context.destroy(0)
     return 0

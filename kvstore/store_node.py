@@ -19,6 +19,7 @@ from collections.abc import Callable
 import zmq
 
 from kvferry.kvstore.announce import REPORT_SECONDS
+from kvferry.kvstore.collector import Collector
 from kvferry.kvstore.debug import DebugDesk, DebugSwitches, StoreHooks
 from kvferry.kvstore.disk import DiskFaults
 from kvferry.kvstore.disk_files import FileSystem
@@ -113,7 +114,11 @@ class StoreNode:
     # -- the loop -------------------------------------------------------------------------------
 
     def run(
-        self, stop_fd: int, stopping: Callable[[], bool], drain_s: float = DRAIN_SECONDS
+        self,
+        stop_fd: int,
+        stopping: Callable[[], bool],
+        drain_s: float = DRAIN_SECONDS,
+        collector: Collector | None = None,
     ) -> None:
         """Serves until a stop is asked for; then writes what waits to be written.
 
@@ -122,6 +127,8 @@ class StoreNode:
         while not stopping() and not self._draining:
             self._wait(stop_fd)
             self.turn()
+            if collector is not None:
+                collector.turn(idle=not self._is_busy())
         began = self._clock()
         deadline = began + drain_s
         while self._server.socket.poll(LAST_WORDS_MS) and self._clock() < began + drain_s / 2:

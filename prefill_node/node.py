@@ -22,6 +22,7 @@ import zmq
 from kvferry.kernels.engine import Batch, Engine, Span
 from kvferry.kvstore.announce import Announcer, NodeState, StepClock
 from kvferry.kvstore.blocks import BlockPool
+from kvferry.kvstore.collector import Collector
 from kvferry.kvstore.debug import DebugDesk, DebugSwitches
 from kvferry.kvstore.handoff_messages import (
     AbortTransfer,
@@ -114,7 +115,13 @@ class PrefillNode:
 
     # -- the loop -------------------------------------------------------------------------------
 
-    def run(self, stop_fd: int, stopping: Callable[[], bool], timeout: float = inf) -> None:
+    def run(
+        self,
+        stop_fd: int,
+        stopping: Callable[[], bool],
+        timeout: float = inf,
+        collector: Collector | None = None,
+    ) -> None:
         """Serves until a stop is asked for and nothing is under way any more, `timeout` seconds
         later at most: what still is then is given up, and decode nodes do without."""
         deadline = inf
@@ -125,11 +132,17 @@ class PrefillNode:
                 deadline = min(deadline, self._clock() + timeout)
             if self._clock() >= deadline:
                 self._give_up()
-            if self._draining and not self.scheduler.active and not self.scheduler.waiting:
+            if self._draining and self._idle:
                 self.loader.deliver()
                 self._server.flush(FLUSH_SECONDS)
                 return
             self.turn()
+            if collector is not None:
+                collector.turn(idle=self._idle)
+
+    @property
+    def _idle(self) -> bool:
+        return not self.scheduler.active and not self.scheduler.waiting
 
     def _give_up(self) -> None:
         """Ends every transfer."""
@@ -152,8 +165,7 @@ class PrefillNode:
             poller.register(socket, zmq.POLLIN)
         if not self._draining:
             poller.register(stop_fd, zmq.POLLIN)
-        busy = self.scheduler.active or self.scheduler.waiting
-        prepared = not busy and self._engine.prepare()
+        prepared = self._idle and self._engine.prepare()
         poller.poll(0 if prepared else IDLE_POLL_MS)
 
     def turn(self) -> None:

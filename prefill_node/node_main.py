@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import os
 from collections.abc import Sequence
 
 from kvferry.kvstore.boot import boot
+from kvferry.kvstore.collector import Collector
 from kvferry.kvstore.debug import DebugSwitches
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.settings import parse
@@ -58,9 +58,13 @@ def run(argv: Sequence[str]) -> int:
             store=store,
             load_patience_s=config.load_patience,
         )
-        gc.freeze()  # what was loaded stays: no collection in the middle of a pass walks it
         try:
-            node.run(booted.stop.fileno(), lambda: booted.stop.requested, config.shutdown_timeout)
+            node.run(
+                booted.stop.fileno(),
+                lambda: booted.stop.requested,
+                config.shutdown_timeout,
+                collector=Collector(),
+            )
         finally:
             node.close()
     return 0
