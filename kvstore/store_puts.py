@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from kvferry.kvstore.keys import checksum
 from kvferry.kvstore.store_link import StoreLink
@@ -47,19 +48,17 @@ class Known:
         self._until: OrderedDict[bytes, float] = OrderedDict()
 
     def add(self, key: bytes) -> None:
-        self._until[key] = self._clock() + KNOWN_SECONDS
+        now = self._clock()
+        self._until[key] = now + KNOWN_SECONDS
         self._until.move_to_end(key)
-        if len(self._until) > MAX_KNOWN:
+        while len(self._until) > MAX_KNOWN or next(iter(self._until.values())) < now:
             self._until.popitem(last=False)
 
     def __contains__(self, key: bytes) -> bool:
-        until = self._until.get(key)
-        if until is None:
-            return False
-        if until < self._clock():
-            del self._until[key]
-            return False
-        return True
+        return self._until.get(key, -inf) >= self._clock()
+
+    def __len__(self) -> int:
+        return len(self._until)
 
     def discard(self, key: bytes) -> None:
         self._until.pop(key, None)

@@ -108,6 +108,12 @@ class Soak:
             if what != "right":
                 time.sleep(0.05)
 
+    @property
+    def num_ended(self) -> int:
+        """Requests, however they ended."""
+        with self._lock:
+            return sum(self.outcome.classes.values())
+
     def _body(self, dice: random.Random) -> dict[str, Any]:
         head = dice.choice(self._heads)[: dice.choice([0, 40, 300, 1500])]
         prompt = head + self._ids(dice, dice.choice([1, 15, 17, 100, 400, 1500]))
@@ -334,11 +340,14 @@ def _soak(soak: Soak, seconds: float) -> tuple[Outcome, list[str]]:
     stop = threading.Event()
     threads = soak.load(stop)
     soak.chaos(0.75 * seconds)
-    calm_from = {pid: Figures.of(pid) for pid in soak.served.children().values()}
     deadline = time.monotonic() + 0.25 * seconds
+    warm_at = soak.num_ended + WARM_UP_REQUESTS  # some nodes have just started
+    calm_from: dict[int, Figures] = {}
     while time.monotonic() < deadline:
         soak.keep_faults()
         time.sleep(1.0)
+        if not calm_from and soak.num_ended >= warm_at:
+            calm_from = {pid: Figures.of(pid) for pid in soak.served.children().values()}
     stop.set()
     wrong = []
     for thread in threads:
@@ -350,6 +359,8 @@ def _soak(soak: Soak, seconds: float) -> tuple[Outcome, list[str]]:
     for name, pid in lasting.items():
         grown = Figures.of(pid).grown(before[name])
         wrong += [f"{name}: {one}" for one in grown]
+    if not calm_from:
+        wrong.append("too few requests ended without kills to judge the nodes' memory")
     for name, pid in soak.served.children().items():
         if pid in calm_from and name != "gateway":
             wrong += [f"{name}: {one}" for one in Figures.of(pid).grown(calm_from[pid])]
