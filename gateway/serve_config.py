@@ -112,7 +112,8 @@ class ServeConfig:
     )
     store_ram: Size | None = flag(
         None,
-        "shared memory for KV blocks; 0: no store [a quarter of what is available, at most 4GiB]",
+        "shared memory for KV blocks; 0: no store "
+        "[a quarter of what is available beside the nodes' own, at most 4GiB]",
     )
     store_disk: Size | None = flag(
         None, "most bytes of KV blocks on disk; 0: none [half of what is free, at most 8GiB]"
@@ -168,10 +169,13 @@ class StorePlan:
     folder: Path
 
 
-def plan_store(config: ServeConfig) -> StorePlan | None:
+def plan_store(config: ServeConfig, cores: int) -> StorePlan | None:
     """The store's share of this host, looked up where it was not said; None: no store."""
     folder = (config.store_dir or config.cache_dir / "blocks").absolute()
-    ram = default_ram(config.arena_dir) if config.store_ram is None else config.store_ram
+    ram = config.store_ram
+    if ram is None:
+        count = config.decode_nodes + _prefill_nodes(config, cores)
+        ram = default_ram(config.arena_dir, count * config.kv_cache_memory_bytes)
     if ram == 0:
         return None
     disk = default_disk(folder) if config.store_disk is None else config.store_disk

@@ -61,12 +61,13 @@ def run(argv: Sequence[str]) -> int:
         description="Serves a model: gateway, decode node, prefill node and store on this host.",
     )
     set_up_logging("serve", config.log_level, config.log_format)
-    placement = place(config, available_cores())
+    cores = available_cores()
+    placement = place(config, cores)
     with bind(config.host, config.port) as listener:
         model = resolve_model(config.model, config.cache_dir, _log.info)
         content_digest(model.folder, config.cache_dir)  # once here, not once in each node
         gateway, nodes = role_specs(config, placement, model, os.environ)
-        plan = plan_store(config)
+        plan = plan_store(config, len(cores))
         _tell(plan)
         name = (*config.served_model_name, model.name)[0]
         supervisor = Supervisor(

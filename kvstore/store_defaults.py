@@ -18,11 +18,16 @@ LEAST_RAM = 16 << 20
 """With less to spare there is no store unless somebody asks for one."""
 MOST_DISK = 8 << 30
 SMALL_PART = 4
-"""The arena is no more than one part in so many of what is available."""
+"""The arena is no more than one part in so many of what is available and nobody else's."""
+LEAST_PART = 16
+"""… and no less than one in so many of all of it: the nodes may be late to use theirs."""
 
 
-def default_ram(arena_dir: Path) -> int:
-    """Bytes of the arena: a quarter of the available memory, as far as it fits; 0: no store."""
+def default_ram(arena_dir: Path, nodes: int = 0) -> int:
+    """Bytes of the arena: a quarter of the available memory, as far as it fits; 0: no store.
+
+    `nodes` are bytes of it that this host's nodes will use for blocks of their own.
+    """
     if sys.platform != "linux":
         return 0
     remove_leftovers(arena_dir)  # what a killed store has left would count as taken
@@ -30,7 +35,9 @@ def default_ram(arena_dir: Path) -> int:
         fits = room_for_arena(arena_dir).fits
     except ConfigError:
         return 0
-    size = min(MOST_RAM, fits, available_memory() // SMALL_PART) // PAGE * PAGE
+    available = available_memory()
+    share = max((available - nodes) // SMALL_PART, available // LEAST_PART)
+    size = min(MOST_RAM, fits, share) // PAGE * PAGE
     return size if size >= LEAST_RAM else 0
 
 

@@ -439,7 +439,7 @@ def test_a_role_is_handed_exactly_the_flags_it_shares_with_serve(
 
 def test_the_store_is_told_what_it_may_take(tmp_path: Path) -> None:
     config = ServeConfig(cache_dir=tmp_path, store_ram=1 << 30, store_disk=0, transfer="inline")
-    plan = plan_store(config)
+    plan = plan_store(config, 4)
     assert plan == StorePlan(1 << 30, 0, tmp_path / "blocks")
     placement = place(config, FOUR_CORES)
     spec = store_spec(config, placement, plan, {"KVFERRY_STORE_RAM": "5", "HOME": "/h"})
@@ -450,24 +450,26 @@ def test_the_store_is_told_what_it_may_take(tmp_path: Path) -> None:
     assert not any(text.startswith("--transfer") for text in spec.command)
     _, nodes = role_specs(config, placement, ModelFiles(Path("/models/m"), "m"), {})
     assert all("--transfer=inline" in node.command for node in nodes)
-    assert plan_store(ServeConfig(store_ram=0)) is None
-    elsewhere = plan_store(ServeConfig(store_ram=1, store_dir=tmp_path / "else"))
+    assert plan_store(ServeConfig(store_ram=0), 4) is None
+    elsewhere = plan_store(ServeConfig(store_ram=1, store_dir=tmp_path / "else"), 4)
     assert elsewhere is not None and elsewhere.folder == tmp_path / "else"
 
 
 def test_a_store_by_default_takes_no_more_than_the_host_can_spare(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"{DEFAULTS}.available_memory", lambda: 2 << 30)
+    monkeypatch.setattr(f"{DEFAULTS}.available_memory", lambda: 6 << 30)
     fits: dict[str, int] = {"fits": 8 << 30}
     monkeypatch.setattr(f"{DEFAULTS}.room_for_arena", lambda folder: SimpleNamespace(**fits))
     config = ServeConfig(cache_dir=tmp_path, arena_dir=tmp_path)
 
     def ram() -> int:
-        plan = plan_store(config)
+        plan = plan_store(config, 4)
         return 0 if plan is None else plan.ram
 
-    assert ram() == 512 << 20, "a quarter of what is available"
+    assert ram() == 512 << 20, "a quarter of what two nodes of 2 GiB leave"
+    monkeypatch.setattr(f"{DEFAULTS}.available_memory", lambda: 4 << 30)
+    assert ram() == 256 << 20, "a sixteenth, although the nodes may use all of it in time"
     monkeypatch.setattr(f"{DEFAULTS}.available_memory", lambda: 1 << 50)
     assert ram() == 4 << 30, "the cap"
     left = SharedMemory.create(tmp_path, 1 << 20, 7)
@@ -479,7 +481,7 @@ def test_a_store_by_default_takes_no_more_than_the_host_can_spare(
     assert ram() == 0, "too small to be of use"
     monkeypatch.setattr(f"{DEFAULTS}.room_for_arena", room_for_arena)
     missing = ServeConfig(arena_dir=tmp_path / "missing")
-    assert plan_store(missing) is None
+    assert plan_store(missing, 4) is None
 
 
 def test_the_disk_by_default_leaves_half_of_what_is_free(
