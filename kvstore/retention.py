@@ -4,6 +4,7 @@ Owns recency, uses and the shape of the chains; it is pure and knows neither slo
 
     orphans first   a block without its parent cannot be found: a match walks from the root. So
                     the end of a prompt that is larger than the tier does not push out its beginning
+                    (but whoever has asked for an orphan is about to bring its parent)
     leaves next     a block with a resident child stays
     least recent    among leaves the one with the lowest score goes
     second touch    score = last touch + credit for each use after the first, so that a scan of
@@ -34,6 +35,8 @@ SPARED_SHARE = 0.02
 LEAD_SHARE = 0.03
 """How far ahead, in blocks hit as a part of the tier, the credited tier must be."""
 LEAVES_TRIED = 16
+HEAP_SLACK = 256
+"""Places of removed blocks that the queue of leaves may hold beside as many as there are blocks."""
 
 _LOWEST = -(1 << 62)
 
@@ -45,6 +48,8 @@ class _Entry:
     """Nothing comes before it in its chain."""
     touched: int
     uses: int
+    asked: bool = False
+    """A request has asked for it while its parent was gone, and will put the parent again."""
 
 
 class ChainOrder:
@@ -91,6 +96,7 @@ class ChainOrder:
             if entry is not None:
                 entry.touched = self._clock
                 entry.uses += 1
+                entry.asked = self._is_orphan(entry)
 
     def add(
         self, key: bytes, parent: bytes, *, first: bool = False, found: tuple[int, int] = (0, 0)
@@ -100,13 +106,22 @@ class ChainOrder:
         `found` is for one that was there before this process: when it was last touched, below
         zero, and how often it was used.
         """
-        assert key not in self._entries, "a block is resident twice"
         self._clock += 1
         touched, uses = found
         uses = max(uses, self._ghosts.pop(key, 0) + 1)
-        self._entries[key] = _Entry(parent, first, touched or self._clock, uses)
+        self._enter(key, _Entry(parent, first, touched or self._clock, uses))
+
+    def restore(self, key: bytes, parent: bytes, *, first: bool = False) -> None:
+        """What has been given up is resident all the same, with the uses it had."""
+        self._clock += 1
+        self._enter(key, _Entry(parent, first, self._clock, self._ghosts.pop(key, 1)))
+
+    def _enter(self, key: bytes, entry: _Entry) -> None:
+        assert key not in self._entries, "a block is resident twice"
+        parent = entry.parent
+        self._entries[key] = entry
         self._children[parent] = self._children.get(parent, 0) + 1
-        if not first and parent not in self._entries:
+        if self._is_orphan(entry):
             self._queue(key)
             return
         self._newest[key] = None
@@ -116,6 +131,8 @@ class ChainOrder:
     def remove(self, key: bytes) -> None:
         """A block is no longer resident, and not because of its age: it is not remembered."""
         self._drop(key)
+        if len(self._heap) > 2 * len(self._entries) + HEAP_SLACK:
+            self._queue_all()
 
     def evict(self, may_go: Callable[[bytes], bool]) -> bytes | None:
         """Gives up the first block in the order that `may_go`; None if none may."""
@@ -207,13 +224,19 @@ class ChainOrder:
         heapq.heappush(self._heap, (self._score(self._entries[key]), key))
 
     def _score(self, entry: _Entry) -> int:
-        if not entry.first and entry.parent not in self._entries:
+        if self._is_orphan(entry) and not entry.asked:
             return _LOWEST
         return entry.touched + self._credit * min(entry.uses - 1, CREDITED_USES)
+
+    def _is_orphan(self, entry: _Entry) -> bool:
+        return not entry.first and entry.parent not in self._entries
 
     def give_credit(self, credited: bool) -> None:
         """Changes whether uses count, for all blocks at once."""
         self._credit = self.capacity if credited else 0
+        self._queue_all()
+
+    def _queue_all(self) -> None:
         self._heap, self._queued = [], set()
         for key in self._entries:
             self._queue(key)

@@ -122,12 +122,13 @@ class SegmentIndex:
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """A request asks for this chain, from its root."""
-        self._order.touch(keys)
         for key in keys:
             if key in self._condemned:
                 self._condemned.remove(key)
-                self._segments[self._records[key].segment].condemned -= 1
-                self._rank(self._records[key].block)
+                record = self._records[key]
+                self._segments[record.segment].condemned -= 1
+                self._order.restore(key, record.block.parent, first=record.block.depth == 0)
+        self._order.touch(keys)
 
     def _rank(self, block: Block, found: tuple[int, int] = (0, 0)) -> None:
         self._order.add(block.key, block.parent, first=block.depth == 0, found=found)
