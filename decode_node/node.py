@@ -35,6 +35,7 @@ from kvferry.kvstore.link import Client
 from kvferry.kvstore.loader import LEAST_PATIENCE_S, UNMEASURED_S, Loaded, Loader
 from kvferry.kvstore.node_messages import CacheReset, DebugRequest, Drain, ResetCache, Resync
 from kvferry.kvstore.router import FromPeer, Server
+from kvferry.kvstore.shared_memory import memory_is_short
 from kvferry.kvstore.store_client import StoreClient
 from kvferry.kvstore.watch import StallWatch
 
@@ -178,7 +179,7 @@ class DecodeNode:
             poller.register(socket, zmq.POLLIN)
         if not self.desk.draining:
             poller.register(stop_fd, zmq.POLLIN)
-        prepared = not self.desk and self._engine.prepare()
+        prepared = not self.desk and not memory_is_short() and self._engine.prepare()
         poller.poll(0 if prepared else IDLE_POLL_MS)
 
     @property

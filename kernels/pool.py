@@ -20,8 +20,8 @@ _ALIGNMENT = 64
 class BlockPool:
     """``tensor``: ``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``.
 
-    All zero at first; on a CPU no more memory is touched than has been written, and an eighth of
-    the pool that `prepare` maps ahead of it.
+    All zero at first; on a CPU no more memory is touched than has been written, and a part of the
+    pool that `prepare` maps ahead of it (see `prefault`).
     """
 
     def __init__(

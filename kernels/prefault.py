@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 
 import numpy as np
 from numpy.typing import NDArray
 
 _MADV_POPULATE_WRITE = 23
+MOST_AHEAD = 256 << 20
 STEP_BYTES = 2 << 20
 """What a step maps: a millisecond or less, some milliseconds where the host has to find it."""
 
@@ -21,14 +23,14 @@ STEP_BYTES = 2 << 20
 class Prefault:
     """Keeps the next eighth of a buffer mapped, as it fills from its beginning to its end.
 
-    What is behind that stays untouched, so a buffer costs what was used of it and an eighth. Where
-    the kernel knows no way to do it (before Linux 5.14, elsewhere) pages are mapped as they are
-    touched.
+    No more than `MOST_AHEAD` at that. What is behind it stays untouched, so a buffer costs what was
+    used of it and so much. Where the kernel knows no way to do it (before Linux 5.14, elsewhere)
+    pages are mapped as they are touched.
     """
 
     def __init__(self, buffer: NDArray[np.uint8]) -> None:
         self._buffer = buffer
-        self._ahead = buffer.size // 8
+        self._ahead = min(buffer.size // 8, MOST_AHEAD)
         self._mapped = 0
         self._target = self._ahead
         self._populate = _populate()
@@ -58,10 +60,9 @@ class Prefault:
 
 
 def _populate() -> ctypes._NamedFuncPointer | None:
-    """The system's `madvise`, if it has one."""
-    try:
-        madvise = ctypes.CDLL(None).madvise
-    except (AttributeError, TypeError):
+    """The system's `madvise`, where its advice has these numbers."""
+    if sys.platform != "linux":
         return None
+    madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     return madvise

@@ -104,7 +104,10 @@ class TorchEngine:
 
 def _last_written(batch: Batch, block_size: int) -> int:
     """The highest block that the pass writes to."""
-    return max(max(span.blocks[span.start // block_size :]) for span in batch.spans)
+    return max(
+        max(span.blocks[span.start // block_size : -(-span.end // block_size)])
+        for span in batch.spans
+    )
 
 
 @dataclass(frozen=True, slots=True)

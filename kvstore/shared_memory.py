@@ -46,6 +46,8 @@ STORE_LANE = 0
 _MADV_POPULATE_WRITE = 23
 _PREFAULT_BYTES = 16 << 20
 LEAST_BYTES = 1 << 20
+SPARE_BYTES = 1 << 30
+"""With less left, memory is short."""
 KEPT_FREE = 64 << 20
 """Memory that the arena leaves to everybody else."""
 
@@ -287,6 +289,16 @@ def available_memory() -> int:
         if error.errno not in (errno.ENOENT, errno.EACCES):
             raise
     return sys.maxsize
+
+
+def memory_left() -> int:
+    """Bytes that this process may still take: what the system and its control group allow."""
+    return min(available_memory(), _cgroup_room())
+
+
+def memory_is_short() -> bool:
+    """Whether so little is left that nothing should be taken before it is needed."""
+    return memory_left() < SPARE_BYTES
 
 
 def _cgroup_room() -> int:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from kvferry.kvstore.errors import ConfigError
-from kvferry.kvstore.shared_memory import PAGE, available_memory, remove_leftovers, room_for_arena
+from kvferry.kvstore.shared_memory import PAGE, memory_left, remove_leftovers, room_for_arena
 
 MOST_RAM = 4 << 30
 LEAST_RAM = 16 << 20
@@ -26,7 +26,8 @@ LEAST_PART = 16
 def default_ram(arena_dir: Path, nodes: int = 0) -> int:
     """Bytes of the arena: a quarter of the available memory, as far as it fits; 0: no store.
 
-    `nodes` are bytes of it that this host's nodes will use for blocks of their own.
+    `nodes` are bytes that this host's nodes will use for blocks of their own; they do not count as
+    available, but a sixteenth of all of it is taken in any case.
     """
     if sys.platform != "linux":
         return 0
@@ -35,7 +36,7 @@ def default_ram(arena_dir: Path, nodes: int = 0) -> int:
         fits = room_for_arena(arena_dir).fits
     except ConfigError:
         return 0
-    available = available_memory()
+    available = memory_left()
     share = max((available - nodes) // SMALL_PART, available // LEAST_PART)
     size = min(MOST_RAM, fits, share) // PAGE * PAGE
     return size if size >= LEAST_RAM else 0

@@ -97,6 +97,7 @@ class StoreNode:
             self._files = open_files(sizes.folder)
         self._memory: SharedMemory | None = self._new_memory()
         self._fingerprint: dict[str, str] | None = None
+        self._collector: Collector | None = None
         self._early: dict[bytes, tuple[Peer, Attach]] = {}
         """Nodes that attach while the disk is still being read."""
         self._report_at = 0.0
@@ -124,6 +125,7 @@ class StoreNode:
 
         Nodes that ended before have said what they had to say: it is read first.
         """
+        self._collector = collector
         while not stopping() and not self._draining:
             self._wait(stop_fd)
             self.turn()
@@ -197,6 +199,8 @@ class StoreNode:
             self.space, self._memory = None, None
             if self._sizes.disk:
                 self._files = open_files(self._sizes.folder)
+            if self._collector is not None:
+                self._collector.let_go()
         self._members.forget()
         self._fingerprint = fingerprint
 

@@ -36,6 +36,7 @@ from kvferry.kvstore.handoff_messages import (
 from kvferry.kvstore.loader import LEAST_PATIENCE_S, UNMEASURED_S, Loaded, Loader
 from kvferry.kvstore.node_messages import CacheReset, DebugRequest, Drain, ResetCache, Resync
 from kvferry.kvstore.router import FromPeer, Peer, Server
+from kvferry.kvstore.shared_memory import memory_is_short
 from kvferry.kvstore.store_client import StoreClient
 from kvferry.kvstore.watch import StallWatch
 from kvferry.prefill_node.job import Job, JobState
@@ -165,7 +166,7 @@ class PrefillNode:
             poller.register(socket, zmq.POLLIN)
         if not self._draining:
             poller.register(stop_fd, zmq.POLLIN)
-        prepared = self._idle and self._engine.prepare()
+        prepared = self._idle and not memory_is_short() and self._engine.prepare()
         poller.poll(0 if prepared else IDLE_POLL_MS)
 
     def turn(self) -> None:

@@ -109,10 +109,10 @@ class Soak:
                 time.sleep(0.05)
 
     @property
-    def num_ended(self) -> int:
-        """Requests, however they ended."""
+    def num_right(self) -> int:
+        """Requests that were answered, and rightly."""
         with self._lock:
-            return sum(self.outcome.classes.values())
+            return self.outcome.classes["right"]
 
     def _body(self, dice: random.Random) -> dict[str, Any]:
         head = dice.choice(self._heads)[: dice.choice([0, 40, 300, 1500])]
@@ -341,13 +341,16 @@ def _soak(soak: Soak, seconds: float) -> tuple[Outcome, list[str]]:
     threads = soak.load(stop)
     soak.chaos(0.75 * seconds)
     deadline = time.monotonic() + 0.25 * seconds
-    warm_at = soak.num_ended + WARM_UP_REQUESTS  # some nodes have just started
-    calm_from: dict[int, Figures] = {}
-    while time.monotonic() < deadline:
+    warm_at = soak.num_right + WARM_UP_REQUESTS  # some nodes have just started
+    calm_from: dict[str, tuple[int, Figures]] = {}
+    while time.monotonic() < deadline or not calm_from:
         soak.keep_faults()
         time.sleep(1.0)
-        if not calm_from and soak.num_ended >= warm_at:
-            calm_from = {pid: Figures.of(pid) for pid in soak.served.children().values()}
+        if not calm_from and soak.num_right >= warm_at:
+            nodes = soak.served.children().items()
+            calm_from = {name: (pid, Figures.of(pid)) for name, pid in nodes}
+        if time.monotonic() > deadline + REQUEST_SECONDS:
+            break  # too few are right, which is judged below
     stop.set()
     wrong = []
     for thread in threads:
@@ -360,10 +363,13 @@ def _soak(soak: Soak, seconds: float) -> tuple[Outcome, list[str]]:
         grown = Figures.of(pid).grown(before[name])
         wrong += [f"{name}: {one}" for one in grown]
     if not calm_from:
-        wrong.append("too few requests ended without kills to judge the nodes' memory")
-    for name, pid in soak.served.children().items():
-        if pid in calm_from and name != "gateway":
-            wrong += [f"{name}: {one}" for one in Figures.of(pid).grown(calm_from[pid])]
+        wrong.append("too few right answers, once nothing was killed any more")
+    nodes_now = soak.served.children()
+    for name, (pid, figures) in calm_from.items():
+        if nodes_now.get(name) != pid:
+            wrong.append(f"{name} has died, and nobody has killed it")
+        elif name != "gateway":
+            wrong += [f"{name}: {one}" for one in Figures.of(pid).grown(figures)]
     outcome = soak.outcome
     wrong += [f"wrong answer: {one}" for one in outcome.wrong]
     wrong += [f"too slow: {one}" for one in outcome.slow]

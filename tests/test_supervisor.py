@@ -458,7 +458,7 @@ def test_the_store_is_told_what_it_may_take(tmp_path: Path) -> None:
 def test_a_store_by_default_takes_no_more_than_the_host_can_spare(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"{DEFAULTS}.available_memory", lambda: 6 << 30)
+    monkeypatch.setattr(f"{DEFAULTS}.memory_left", lambda: 6 << 30)
     fits: dict[str, int] = {"fits": 8 << 30}
     monkeypatch.setattr(f"{DEFAULTS}.room_for_arena", lambda folder: SimpleNamespace(**fits))
     config = ServeConfig(cache_dir=tmp_path, arena_dir=tmp_path)
@@ -468,9 +468,9 @@ def test_a_store_by_default_takes_no_more_than_the_host_can_spare(
         return 0 if plan is None else plan.ram
 
     assert ram() == 512 << 20, "a quarter of what two nodes of 2 GiB leave"
-    monkeypatch.setattr(f"{DEFAULTS}.available_memory", lambda: 4 << 30)
+    monkeypatch.setattr(f"{DEFAULTS}.memory_left", lambda: 4 << 30)
     assert ram() == 256 << 20, "a sixteenth, although the nodes may use all of it in time"
-    monkeypatch.setattr(f"{DEFAULTS}.available_memory", lambda: 1 << 50)
+    monkeypatch.setattr(f"{DEFAULTS}.memory_left", lambda: 1 << 50)
     assert ram() == 4 << 30, "the cap"
     left = SharedMemory.create(tmp_path, 1 << 20, 7)
     left.close()  # as a kill does: the file stays

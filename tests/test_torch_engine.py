@@ -302,6 +302,17 @@ def test_the_identity_names_what_changes_a_block(llama: Path, tmp_path: Path) ->
         assert other.spec.identity[field] != base.identity[field]
 
 
+def test_a_pass_says_how_far_its_blocks_reach(llama: Path) -> None:
+    engine = load(llama)
+    prefault = engine._pool._prefault
+    assert prefault is not None and prefault.mapped == 0
+    table = [2, 9, 5, 60]
+    engine.forward(Batch((Span([3] * 20, 16, table, wants_logits=False),)), lambda: None)
+    assert prefault.mapped == 10 * engine.spec.block_bytes, "block 60 is not written yet"
+    prefault._populate = lambda *call: 0  # type: ignore[assignment]
+    assert engine.prepare() and prefault.mapped > 10 * engine.spec.block_bytes
+
+
 def test_an_unused_pool_costs_no_memory(llama: Path) -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
