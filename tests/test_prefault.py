@@ -122,7 +122,12 @@ def test_where_nothing_can_be_mapped_ahead_nobody_tries_again() -> None:
     pool = small_pool()
     calls: list[int] = []
     assert pool._prefault is not None
-    pool._prefault._populate = lambda *call: calls.append(1) or -1  # type: ignore[assignment, func-returns-value]
+
+    def refuse(*call: int) -> int:
+        calls.append(1)
+        return -1
+
+    pool._prefault._populate = refuse  # type: ignore[assignment]
     assert not pool.prepare() and not pool.prepare()
     assert calls == [1]
     pool.write(3, bytes(pool.block_bytes))
@@ -150,7 +155,12 @@ def test_a_node_with_nothing_to_do_prepares_until_nothing_is_left(
     node = cluster.decode if role == "decode" else cluster.prefill[0]
     monkeypatch.setattr(node._engine, "prepare", prepare)
     slept: list[int] = []
-    monkeypatch.setattr(zmq.Poller, "poll", lambda self, timeout: slept.append(timeout) or [])
+
+    def poll(poller: zmq.Poller, timeout: int) -> list[tuple[int, int]]:
+        slept.append(timeout)
+        return []
+
+    monkeypatch.setattr(zmq.Poller, "poll", poll)
     reader, writer = os.pipe()
     node.run(reader, lambda: len(asked) >= 6)
     os.close(reader)
