@@ -60,10 +60,11 @@ def comparison(
     cold: tuple[str, str],
 ) -> str:
     """The tables. `cold` names the ways in which cold prompts were asked alone and in a batch."""
+    agreement = _agreement(outcomes, *cold)
+    said = "The same cold prompt alone and in a batch, whatever the oracle says:\n\n"
     return (
-        "The same cold prompt alone and in a batch, whatever the oracle says:\n\n"
-        + _agreement(outcomes, *cold)
-        + "\n\nAgainst the oracle. A difference counts unless the oracle's two best logits are "
+        (f"{said}{agreement}\n\n" if agreement else "")
+        + "Against the oracle. A difference counts unless the oracle's two best logits are "
         f"less than {TIE:g} apart there; what follows such a tie is not compared.\n\n"
         + _totals(outcomes, expected)
         + "\n\n"
@@ -76,10 +77,12 @@ def _agreement(outcomes: Sequence[Outcome], alone: str, batch: str) -> str:
     rows: list[Row] = []
     for arrangement in dict.fromkeys(one.arrangement for one in outcomes):
         by_way = {one.way: one for one in outcomes if one.arrangement == arrangement}
+        if alone not in by_way or batch not in by_way:
+            continue
         single = {one.prompt: one.ids for one in by_way[alone].outputs}
         same = [single[one.prompt] == one.ids for one in by_way[batch].outputs]
         rows.append((arrangement, f"{sum(same)} of {len(same)}"))
-    return table(("arrangement", f"{alone} = {batch}"), rows)
+    return table(("arrangement", f"{alone} = {batch}"), rows) if rows else ""
 
 
 def _totals(outcomes: Sequence[Outcome], expected: Sequence[Greedy]) -> str:

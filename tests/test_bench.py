@@ -413,6 +413,15 @@ def test_the_comparison_hides_no_tie() -> None:
     assert "| apart | alone | 5 | 1 | 1.0e-04 | tie, not compared further |" in said
 
 
+def test_servers_that_were_not_asked_both_ways_are_compared_with_the_oracle_only() -> None:
+    stored = Outcome("stored", "from disk", (Output(0, (1, 2, 3)),), (("disk", 5),))
+    said = comparison([stored], [WANT], [5], ("alone", "batch"))
+    assert "| stored | from disk | 1 | 0 | 0 | disk 5 |" in said
+    assert "alone" not in said
+    cold = [Outcome("apart", way, (Output(0, (1, 2, 3)),), ()) for way in ("alone", "batch")]
+    assert "| apart | 1 of 1 |" in comparison([*cold, stored], [WANT], [5], ("alone", "batch"))
+
+
 def test_every_batch_is_full_if_there_are_prompts_enough() -> None:
     assert groups(3, 1) == [range(0, 1), range(1, 2), range(2, 3)]
     assert groups(24, 16) == [range(16), range(8, 24)]
