@@ -2,7 +2,7 @@
 
 Over a stand-in model that takes microseconds a step, so that the gateway is what is measured. The
 loop's lag is the gateway's own figure, from `/metrics`: how late its 50 ms tick came. It exits with
-1 when an answer is wrong, or the lag's 99th percentile is not below 20 ms.
+1 when an answer is wrong, or the median round's 99th percentile of the lag is not below 20 ms.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import resource
+import statistics
 import sys
 import tempfile
 import time
@@ -35,6 +36,16 @@ class StreamsConfig:
 
     streams: int = flag(1000, "open at once", minimum=1)
     tokens: int = flag(64, "of each", minimum=1)
+    rounds: int = flag(3, "one after the other: other work on the machine is late, too", minimum=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    seconds: float
+    tokens: int
+    wrong: int
+    lag: float
+    """The 99th percentile's bucket, in seconds."""
 
 
 def prompt_of(seed: int) -> list[int]:
@@ -84,17 +95,26 @@ def main(argv: Sequence[str]) -> int:
             url = f"http://{server.target.host}:{server.target.port}"
             few = StreamsConfig(min(8, config.streams), config.tokens)
             asyncio.run(run(server.target, few))
-            before, begun = lag_buckets(url), time.monotonic()
-            answers = asyncio.run(run(server.target, config))
-            took = time.monotonic() - begun
-            lag = lag_percentile(before, lag_buckets(url), 0.99)
-    bad = wrong(answers, model, config.tokens)
+            print(f"{this_machine()}")
+            rounds = [one_round(server.target, url, config, model) for _ in range(config.rounds)]
+    lag = statistics.median_high(one.lag for one in rounds)
+    each = ", ".join(f"{1e3 * one.lag:g}" for one in rounds)
+    print(f"event-loop lag p99: at most {1e3 * lag:g} ms, the median of {each} "
+          f"(limit {1e3 * LAG_LIMIT_S:g} ms)")  # fmt: skip
+    return 1 if any(one.wrong for one in rounds) or lag > LAG_LIMIT_S else 0
+
+
+def one_round(target: Target, url: str, config: StreamsConfig, model: StandinConfig) -> Round:
+    before, begun = lag_buckets(url), time.monotonic()
+    answers = asyncio.run(run(target, config))
+    took = time.monotonic() - begun
+    lag = lag_percentile(before, lag_buckets(url), 0.99)
     total = sum(answer.tokens for answer in answers)
-    print(f"{this_machine()}")
+    found = Round(took, total, wrong(answers, model, config.tokens), lag)
     print(f"{config.streams} streams of {config.tokens} tokens: {took:.1f} s, "
-          f"{total / took:.0f} tokens/s, {bad} wrong")  # fmt: skip
-    print(f"event-loop lag p99: at most {1e3 * lag:g} ms (limit {1e3 * LAG_LIMIT_S:g} ms)")
-    return 1 if bad or lag > LAG_LIMIT_S else 0
+          f"{total / took:.0f} tokens/s, {found.wrong} wrong, lag p99 at most {1e3 * lag:g} ms",
+          flush=True)  # fmt: skip
+    return found
 
 
 if __name__ == "__main__":
