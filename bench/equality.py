@@ -174,8 +174,7 @@ def _check_cached(answer: Answer, tier: str) -> None:
     kept = {name: found[name] for name in ("device", "host", "disk")}
     if not tier and any(kept.values()):
         raise BadAnswer(f"a cold prompt of {answer.prompt_tokens} tokens was found: {kept}")
-    # What the prefill node has brought from there counts as its own.
-    if tier and not kept[tier] and not kept["device"] and answer.prompt_tokens > BLOCK:
+    if tier and not kept[tier] and answer.prompt_tokens > BLOCK:
         raise BadAnswer(f"of {answer.prompt_tokens} tokens none came from {tier}: {kept}")
 
 

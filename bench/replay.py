@@ -203,7 +203,7 @@ class Row:
         verdict = "ok" if self.store >= self.lru else "BELOW"
         return (
             f"{self.trace:<36} {self.tier:<5} {self.tokens / 1e6:>6.2f} M "
-            f"{100 * self.lru:>6.2f} % {100 * self.store:>6.2f} %  {verdict}"
+            f"{100 * self.lru:>7.3f} % {100 * self.store:>7.3f} %  {verdict}"
         )
 
 
@@ -232,7 +232,7 @@ def main() -> int:
     asked = parser.parse_args()
     tiers = ("ram", "disk") if asked.tier == "both" else (asked.tier,)
     below = 0
-    print(f"{'trace':<36} {'tier':<5} {'capacity':>8} {'plain LRU':>9} {'store':>8}", flush=True)
+    print(f"{'trace':<36} {'tier':<5} {'capacity':>8} {'plain LRU':>9} {'store':>9}", flush=True)
     for path in asked.paths:
         trace = read_trace(path, asked.requests)
         capacities = asked.capacity or CAPACITIES[trace.block_tokens]

@@ -56,10 +56,8 @@ class Transfer(Generic[Owner]):
     state: TransferState = TransferState.OFFERED
     landed: set[int] = field(default_factory=set)
     complete: Complete | None = None
-    reused_to: int | None = None
-    """Up to which block the prefill node had them already, as it said when it accepted."""
-    store: int = 0
-    """Incarnation of the store that the prefill node offers them to; 0: to none."""
+    accepted: Accepted | None = None
+    """What the prefill node had of them already, and which store it offers them to."""
     finished_at: float = 0.0
     """When the prefill node's last chunk ended, on our clock."""
     bytes_received: int = 0

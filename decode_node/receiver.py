@@ -181,7 +181,7 @@ class Receiver:
             case Accepted():
                 transfer = self.inbox.accepted(message)
                 if transfer is not None:
-                    transfer.reused_to, transfer.store = message.prefix, message.store
+                    transfer.accepted = message
                     transfer.moved_at = self._clock()
             case Complete():
                 completed = self.inbox.completed(message)
@@ -250,7 +250,9 @@ class Receiver:
         """Whether what a message brought comes to our store without us: it was lent from there,
         or the prefill node offers it there. Without a store everything is where it can be."""
         ours = 0 if self._store is None else self._store.attached_to
-        return not ours or isinstance(message, Lent) or transfer.store == ours
+        if not ours or isinstance(message, Lent):
+            return True
+        return transfer.accepted is not None and transfer.accepted.store == ours
 
     def _write_all(
         self,
@@ -352,7 +354,7 @@ class Receiver:
         sequence = transfer.owner
         sequence.computed = reached * self._engine.spec.block_size
         sequence.phase = Phase.PREFILLING
-        sequence.sources.shipped(transfer.first, reached, transfer.reused_to)
+        sequence.sources.shipped(transfer.first, reached, transfer.accepted)
         sequence.request.bytes_shipped += transfer.bytes_received
 
     def _fail(
@@ -406,7 +408,7 @@ class Receiver:
         )
         self.inbox.abort(transfer, acknowledged=not told)
         transfer.moved_at = self._clock()
-        sequence.sources.shipped(transfer.first, transfer.leading, transfer.reused_to)
+        sequence.sources.shipped(transfer.first, transfer.leading, transfer.accepted)
 
     def _lost(self, address: str) -> None:
         for transfer in self.inbox.of_node(address):

@@ -12,6 +12,7 @@ from enum import Enum
 
 from kvferry.kernels.sampling import SamplingParams
 from kvferry.kvstore.generation_messages import Generate, PromptSources, Stages
+from kvferry.kvstore.handoff_messages import Accepted
 from kvferry.kvstore.keys import chain, split_keys, unpack_tokens
 from kvferry.kvstore.router import Peer
 
@@ -171,13 +172,14 @@ class BlockSources:
     prefill: int = 0
     counted: int = 0
     """Blocks attributed so far."""
-    hits_to: int | None = None
-    """Up to which block the prefill node had them when first asked; what it has later, it has
-    from this request."""
+    asked: Accepted | None = None
+    """What the prefill node had when first asked; what it has later, it has from this request."""
+    brought: int = 0
+    """Blocks counted that the prefill node had from its disk."""
 
     def found(self, reached: int) -> None:
         """At admission the pool had this many leading blocks."""
-        if self.hits_to is None and not self.counted:
+        if self.asked is None and not self.counted:
             self.device = self.counted = reached
 
     def loaded(self, first: int, reached: int, disk: int) -> None:
@@ -188,26 +190,32 @@ class BlockSources:
         """
         start = max(first, self.counted)
         fresh = max(0, reached - start)
-        own = 0 if self.hits_to is None else max(0, reached - max(start, self.hits_to))
+        own = 0 if self.asked is None else max(0, reached - max(start, self.asked.prefix))
         self.prefill += own
         self.disk += min(disk, fresh - own)
         self.host += fresh - own - min(disk, fresh - own)
         self.counted = max(self.counted, reached)
 
-    def shipped(self, first: int, reached: int, reused: int | None) -> None:
-        """Blocks `[first, reached)` arrived; the prefill node had those before `reused` already.
+    def shipped(self, first: int, reached: int, accepted: Accepted | None) -> None:
+        """Blocks `[first, reached)` arrived, of which the prefill node had some already.
 
         None: it never said so, and nothing arrived. Whoever is asked next may have some.
         """
-        if reused is None:
+        if accepted is None:
             return
-        if self.hits_to is None:
-            self.hits_to = reused
+        if self.asked is None:
+            self.asked = accepted
         start = max(first, self.counted)
         if reached > start:
-            hits = max(0, min(reused, self.hits_to, reached) - start)
-            self.device += hits
-            self.prefill += reached - start - hits
+            known = min(accepted.prefix, self.asked.prefix, reached)
+            stored_from = self.asked.prefix - self.asked.host - self.asked.disk
+            stored = max(0, known - max(start, stored_from))
+            disk = min(stored, self.asked.disk - self.brought)
+            self.device += max(0, known - start - stored)
+            self.host += stored - disk
+            self.disk += disk
+            self.brought += disk
+            self.prefill += reached - max(start, known)
             self.counted = reached
 
     def computed(self, reached: int) -> None:

@@ -39,7 +39,7 @@ class Collector:
         self._note()
 
     def turn(self, *, idle: bool) -> bool:
-        """Collects if it is time to; whether it did. Costs nothing when it is not."""
+        """Collects if it is time to; whether it did. Costs next to nothing when it is not."""
         pause = IDLE_SECONDS if idle else BUSY_SECONDS
         if self._clock() - self._last < pause or _collections() == self._seen:
             return False

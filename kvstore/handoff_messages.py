@@ -57,6 +57,9 @@ class Accepted(Message, frozen=True, array_like=True, tag=31):
     """Seconds until P expects to start computing."""
     store: Incarnation = 0
     """Of the store that P offers these blocks to, however they travel. 0: to none."""
+    host: Count = 0
+    disk: Count = 0
+    """How many of the last blocks of its prefix P has only just loaded, from which tier."""
 
 
 class Declined(Message, frozen=True, array_like=True, tag=32):

@@ -29,7 +29,7 @@ from kvferry.kvstore.message import MAX_HEADER_BYTES, Incarnation
 from kvferry.kvstore.node_messages import NodeMessage
 from kvferry.kvstore.store_messages import Commit, Delivered, StoreMessage
 
-PROTOCOL = 5
+PROTOCOL = 6
 
 AnyMessage = LinkMessage | GenerationMessage | NodeMessage | HandoffMessage | StoreMessage
 

@@ -54,7 +54,10 @@ class Job:
     state: JobState = JobState.OFFERED
     blocks: list[int] = field(default_factory=list)
     prefix: int = 0
-    """Leading blocks that were in the pool when the job was accepted."""
+    """Leading blocks that were in the pool, or in the store, when the job was accepted."""
+    from_host: int = 0
+    from_disk: int = 0
+    """How many of them came from the store for this job."""
     computed: int = 0
     """Tokens whose keys and values are in the blocks."""
     sent: int = 0

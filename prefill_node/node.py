@@ -251,6 +251,7 @@ class PrefillNode:
     def _load_ended(self, job: Job, loaded: Loaded) -> None:
         job.loading = False
         job.prefix = loaded.reached
+        job.from_host, job.from_disk = loaded.host, loaded.disk
         self._accepted(job)
 
     def _between_layers(self) -> None:
@@ -316,7 +317,10 @@ class PrefillNode:
         job.finished_at = self._clock()
         wait = self._step_clock.predict(self.scheduler.tokens_ahead(job)) if job.remaining else 0.0
         store = self.loader.offers_to if self.scheduler.reuse else 0
-        self._server.send(job.peer, Accepted(job.number, job.epoch, job.prefix, wait, store))
+        self._server.send(
+            job.peer,
+            Accepted(job.number, job.epoch, job.prefix, wait, store, job.from_host, job.from_disk),
+        )
 
     def _ship(self) -> None:
         if "transfer" not in self.debug.hold:

@@ -172,16 +172,20 @@ def test_a_node_with_nothing_to_do_prepares_until_nothing_is_left(
 def test_a_node_that_has_a_request_prepares_nothing(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cluster.submit(cluster.message([7] * 40))
-    cluster.decode.debug.hold = frozenset({"queue", "decode"})
-    cluster.until(lambda: len(cluster.decode.desk) == 1)
+    asked: list[int] = []
 
     def prepare() -> bool:
-        raise AssertionError("somebody waits")
+        asked.append(len(cluster.decode.desk))
+        return False
 
     monkeypatch.setattr(cluster.engine, "prepare", prepare)
     reader, writer = os.pipe()
     cluster.decode._wait(reader)
+    cluster.submit(cluster.message([7] * 40))
+    cluster.decode.debug.hold = frozenset({"queue", "decode"})
+    cluster.until(lambda: len(cluster.decode.desk) == 1)
+    cluster.decode._wait(reader)
+    assert asked == [0], "once, while it had none"
     os.close(reader)
     os.close(writer)
 
