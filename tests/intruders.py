@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from kvferry.tests.wire_fuzz import KINDS, Fuzz
 
 Context = zmq.Context[zmq.Socket[bytes]]
 CONFIG = StandinConfig()
+BLOCK_BYTES = 16 * CONFIG.kv_bytes_per_token
 
 
 class Victim:
@@ -140,6 +141,15 @@ class Impostor:
                 for _ in range(self._answers):
                     self._answer(received.peer, received.message)
 
+    def _told_apart(self, message: Blocks, payloads: Sequence[bytes]) -> Blocks:
+        """No whole block has the checksum that it came with: with the right one, under the right
+        transfer, it would be what a node sends that computes wrongly, and be believed."""
+        sums = (
+            total ^ (len(payload) == BLOCK_BYTES)
+            for total, payload in zip(message.checksums, payloads, strict=True)
+        )
+        return msgspec.structs.replace(message, checksums=tuple(sums))
+
     def _answer(self, peer: Peer, asked: Offer | Probe) -> None:
         fuzz = self._fuzz
         message = fuzz.absurd(fuzz.dice.choice(self._kinds))
@@ -147,5 +157,5 @@ class Impostor:
             message = msgspec.structs.replace(message, transfer=asked.transfer, epoch=asked.epoch)
         payloads = fuzz.payloads(message)
         if isinstance(message, Blocks):
-            message = fuzz.fitted(message, payloads)
+            message = self._told_apart(fuzz.fitted(message, payloads), payloads)
         self.server.send(peer, message, payloads)  # type: ignore[arg-type]
