@@ -183,7 +183,7 @@ class Replay:
             self.tiers.disk.step(self._now)
             if not self._jobs:
                 return handed
-            self._jobs.sort(key=lambda job: not isinstance(job, ReadJob))
+            self._jobs.sort(key=lambda job: not (isinstance(job, ReadJob) and job.urgent))
             for job in list(self._jobs):
                 self._jobs.remove(job)
                 self._worker.do(job)

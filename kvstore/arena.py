@@ -126,14 +126,16 @@ class Arena:
             slots.append(slot)
         return slots
 
-    def _take(self) -> int | None:
+    def _take(self, *, spare: bool = False) -> int | None:
         if self._free:
             return self._free.pop()
-        key = self.retention.evict(lambda it: self._may_go(it) and not self.is_unwritten(it))
+        key = self.retention.evict(lambda it: self.may_go(it) and not self.is_unwritten(it))
+        if key is None and spare:
+            return None
         if key is None and self.is_on_disk is not None:
             key = self._take_inner(self.is_on_disk)
         if key is None:
-            key = self.retention.evict(self._may_go)
+            key = self.retention.evict(self.may_go)
         if key is None:
             return None
         slot = self._slot_of.pop(key)
@@ -151,12 +153,13 @@ class Arena:
         if self._futile > 0:
             self._futile -= 1
             return None
-        key = self.retention.evict_inner(lambda it: on_disk(it) and self._may_go(it))
+        key = self.retention.evict_inner(lambda it: on_disk(it) and self.may_go(it))
         if key is None:
             self._futile = FUTILE_TAKES
         return key
 
-    def _may_go(self, key: bytes) -> bool:
+    def may_go(self, key: bytes) -> bool:
+        """Whether nobody reads this findable block and nobody has pinned it."""
         return self._slot_of[key] not in self._leases_on and key not in self._pins
 
     def take_evicted(self) -> list[Block]:
@@ -189,29 +192,41 @@ class Arena:
         return self._settle(slot, block, owner, hold_until)
 
     def _settle(
-        self, slot: int, block: Block, owner: Owner, hold_until: float | None
+        self,
+        slot: int,
+        block: Block,
+        owner: Owner,
+        hold_until: float | None,
+        *,
+        first: bool = False,
     ) -> Lease | None:
         if block.key in self._slot_of:
             self._withdrawn.add(slot)
         else:
             self._slot_of[block.key] = slot
             self._block_in[slot] = block
-            self.retention.add(block.key, block.parent, first=block.depth == 0)
+            self.retention.add(block.key, block.parent, first=first or block.depth == 0)
         lease = None if hold_until is None else self._lease(owner, slot, hold_until)
         self._settle_withdrawn(slot)
         return lease
 
-    def start_fill(self) -> int | None:
-        """A slot for the store's own I/O; None when nothing may be evicted."""
-        slot = self._take()
+    def start_fill(self, *, spare: bool = False) -> int | None:
+        """A slot for the store's own I/O; None when nothing may be evicted.
+
+        `spare`: only a free slot, or that of a block which is the next to go in any case.
+        """
+        slot = self._take(spare=spare)
         if slot is not None:
             self._filling.add(slot)
         return slot
 
-    def filled(self, slot: int, block: Block) -> None:
-        """The store's I/O into the slot has ended well."""
+    def filled(self, slot: int, block: Block, *, alone: bool = False) -> None:
+        """The store's I/O into the slot has ended well.
+
+        `alone`: the block is worth keeping without its parent, which is to be found elsewhere.
+        """
         self._filling.remove(slot)
-        self._settle(slot, block, None, None)
+        self._settle(slot, block, None, None, first=alone)
 
     def fill_failed(self, slot: int) -> None:
         """The store's I/O into the slot has ended; its bytes are worth nothing."""

@@ -1,8 +1,9 @@
 """The disk tier's thread: it does what the store's loop has decided, reads before all else.
 
 Owns the queue between the two and the verification of what is read. It decides nothing, keeps no
-index and touches no accounting: a job in, an outcome out. Jobs that are no reads are done in order,
-one at a time, and every read that waits is done before the next of them.
+index and touches no accounting: a job in, an outcome out. Jobs that are no reads, and reads that
+nobody waits for, are done in order, one at a time, and every other read is done before the next of
+them.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ class ReadJob:
 
     record: Record
     into: memoryview
+    urgent: bool = True
+    """Somebody waits for it."""
     ok: bool = False
     damage: str = ""
     """`header`, `payload` or `short`; empty when it was read well, or `gone` by an I/O error."""
@@ -235,7 +238,7 @@ class Disk:
 
     def submit(self, job: Job) -> None:
         with self._changed:
-            if isinstance(job, ReadJob):
+            if isinstance(job, ReadJob) and job.urgent:
                 self._queues.reads.append(job)
             else:
                 self._queues.others.append(job)

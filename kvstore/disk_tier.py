@@ -40,7 +40,10 @@ _OWNER = "disk"
 
 
 class DiskTier:
-    """The disk tier of one arena. `submit` hands a job to whoever does the I/O."""
+    """The disk tier of one arena. `submit` hands a job to whoever does the I/O.
+
+    `give_up` is told of each record that still could be served, just before its file goes.
+    """
 
     def __init__(
         self,
@@ -48,6 +51,7 @@ class DiskTier:
         arena: Arena,
         view: Callable[[int], memoryview],
         submit: Callable[[Job], None],
+        give_up: Callable[[Record], None],
         wall: Callable[[], float] = time.time,
     ) -> None:
         self.index = index
@@ -57,6 +61,7 @@ class DiskTier:
         self._arena = arena
         self._view = view
         self._submit = submit
+        self._give_up = give_up
         self._wall = wall
         self._dirty: OrderedDict[bytes, None] = OrderedDict()
         arena.is_unwritten = self._dirty.__contains__
@@ -128,6 +133,10 @@ class DiskTier:
         self._reads += 1
         self._give(job)
         return job
+
+    def save(self, record: Record, slot: int) -> None:
+        """Starts reading what was given up into a slot; nobody waits for it."""
+        self._give(ReadJob(record, self._view(slot), urgent=False))
 
     def discard(self, key: bytes) -> None:
         """A block is not to be trusted, wherever it came from."""
@@ -210,6 +219,8 @@ class DiskTier:
         cleaning = self.index.clean(int(self._wall()))
         if cleaning is None:
             return
+        for record in cleaning.dropped:
+            self._give_up(record)
         for source, target in cleaning.moves:
             self._writes += 1
             self._give(MoveJob(source, target))
@@ -230,7 +241,7 @@ class DiskTier:
         self._jobs -= 1
         match job:
             case ReadJob():
-                self._reads -= 1
+                self._reads -= job.urgent
                 self._read_done(job, now)
             case WriteJob():
                 self._writes -= 1
@@ -249,7 +260,7 @@ class DiskTier:
     def _read_done(self, job: ReadJob, now: float) -> None:
         job.into.release()
         if job.ok:
-            self.counters["disk_reads"] += 1
+            self.counters["disk_reads" if job.urgent else "disk_saved"] += 1
             self.counters["disk_read_bytes"] += job.record.payload_bytes
             return
         self._damaged(job.record, job.damage, job.file_bytes)

@@ -62,6 +62,8 @@ class Cleaning:
     segment: int
     moves: tuple[tuple[Record, Record], ...]
     """From, to."""
+    dropped: tuple[Record, ...]
+    """Given up, though they could still be served; parents before what is chained to them."""
 
 
 class SegmentIndex:
@@ -295,14 +297,16 @@ class SegmentIndex:
         kept = [key for key in segment.keys if forced or key not in self._condemned]
         kept.sort(key=lambda key: self._records[key].offset)
         room = max(0, (self.cap - self.used) // self.span)
-        for key in segment.keys - set(kept[:room]):
-            self.discard(key)
+        gone = [self._records[key] for key in segment.keys - set(kept[:room])]
+        gone.sort(key=lambda record: record.block.depth)
+        for record in gone:
+            self.discard(record.block.key)
             self.dropped += 1
         moves = []
         for record in [self._records[key] for key in kept[:room]]:
             uses = max(1, self._order.uses(record.block.key))
             moves.append((record, self._append(record.block, uses, now_s, kept=True)))
-        self._cleaning = Cleaning(segment.number, tuple(moves))
+        self._cleaning = Cleaning(segment.number, tuple(moves), tuple(gone))
         return self._cleaning
 
     def moved(self, source: Record, target: Record) -> None:

@@ -16,7 +16,9 @@ from kvferry.kvstore.arena import Arena, Block, Lease, Owner
 from kvferry.kvstore.disk import Job, ReadJob
 from kvferry.kvstore.disk_tier import DiskTier
 from kvferry.kvstore.loads import DISK, HOST, Load, Loads, Ready
+from kvferry.kvstore.record import Record
 from kvferry.kvstore.segments import SegmentIndex
+from kvferry.kvstore.victims import Victims
 
 LEASE_SECONDS = 10.0
 """How long a reader may take to copy what it was handed. Leases also hold up eviction."""
@@ -60,9 +62,10 @@ class Tiers:
     ) -> None:
         self.arena = arena
         self.counters: Counter[str] = Counter()
-        self.disk = None if index is None else DiskTier(index, arena, view, submit)
+        self.disk = None if index is None else DiskTier(index, arena, view, submit, self._save)
+        self.victims = Victims(arena)
         self.lease_s = lease_s
-        self.loads = Loads(arena, lease_s, self._on_disk, self._start_read, self._recovering)
+        self.loads = Loads(arena, lease_s, self._readable, self._start_read, self._recovering)
         self._view = view
         self._filling: dict[bytes, int] = {}
         """Blocks being read from disk, and the slots they go to."""
@@ -88,7 +91,7 @@ class Tiers:
         if not self.arena.holds(owner, slot):
             self.counters["commits_refused"] += 1
             return False
-        known = block.key in self.arena
+        known = not self.victims.forget(block.key) and block.key in self.arena
         until = now + HOLD_SECONDS if hold else None
         lease = self.arena.commit(owner, slot, block, until)
         if lease is not None:
@@ -113,6 +116,8 @@ class Tiers:
 
     def _settle_evicted(self) -> None:
         evicted = self.arena.take_evicted()
+        for block in evicted:
+            self.victims.forget(block.key)
         if self.disk is not None:
             self.disk.evicted(evicted)
 
@@ -139,6 +144,9 @@ class Tiers:
 
     def _on_disk(self, key: bytes) -> bool:
         return self.disk is not None and key in self.disk.index
+
+    def _readable(self, key: bytes) -> bool:
+        return key in self._filling or self._on_disk(key)
 
     def _recovering(self) -> bool:
         return self.disk is not None and self.disk.recovering > 0
@@ -175,6 +183,7 @@ class Tiers:
             return
         self.disk.index.touch(keys)
         for key in keys:
+            self.victims.forget(key)
             if key in self.arena:  # used again: now it may displace something on disk
                 self.disk.offer(key)
 
@@ -189,6 +198,8 @@ class Tiers:
 
     def _start_read(self, key: bytes) -> bool:
         assert self.disk is not None
+        if key in self._filling:
+            return True
         slot = self.arena.start_fill()
         self._settle_evicted()
         if slot is None:
@@ -197,6 +208,20 @@ class Tiers:
         self._filling[key] = slot
         self.disk.read(key, slot)
         return True
+
+    def _save(self, record: Record) -> None:
+        """The disk gives this record up: its block stays in memory if there is room to spare."""
+        block = record.block
+        if block.key in self.arena or block.key in self._filling:
+            return
+        if block.depth and block.parent not in self.arena and not self._readable(block.parent):
+            return
+        slot = self.victims.start_fill()
+        self._settle_evicted()
+        if slot is not None:
+            assert self.disk is not None
+            self._filling[block.key] = slot
+            self.disk.save(record, slot)
 
     def prefetch(self, keys: Sequence[bytes], *, deadline: float, now: float) -> None:
         """Brings a chain's blocks from disk to the arena, without a reader."""
@@ -223,6 +248,7 @@ class Tiers:
         if self.disk is not None:
             self.disk.discard(key)
         if key in self.arena:
+            self.victims.forget(key)
             self.arena.discard(key)
         if key in self._filling:
             self._unwanted.add(key)
@@ -239,8 +265,11 @@ class Tiers:
     def _filled(self, job: ReadJob, now: float) -> list[Handed]:
         block = job.record.block
         slot = self._filling.pop(block.key)
-        if job.ok and block.key not in self._unwanted:
-            self.arena.filled(slot, block)
+        wanted = job.ok and block.key not in self._unwanted
+        if not job.urgent:
+            self.victims.filled(block.key, kept=wanted and block.key not in self.arena)
+        if wanted:
+            self.arena.filled(slot, block, alone=not job.urgent)
             until = self._pin_later.pop(block.key, 0.0)
             if until > now:
                 self.arena.pin([block.key], until, self._most_pinned)
@@ -273,6 +302,7 @@ class Tiers:
         for key in self._filling:
             self._unwanted.add(key)
         for key in gone:
+            self.victims.forget(key)
             self.arena.discard(key)
         if tenant is None:
             self._pin_later.clear()
@@ -361,6 +391,7 @@ class Tiers:
     def check(self) -> None:
         """Proves the invariants of everything the store owns."""
         self.arena.check()
+        self.victims.check()
         self.loads.check()
         if self.disk is not None:
             self.disk.check()

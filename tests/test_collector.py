@@ -21,8 +21,9 @@ class Clock:
 
 @pytest.fixture
 def clock() -> Iterator[Clock]:
-    """Time, and afterwards the collector as it was."""
+    """Time, with Python's own thresholds whatever ran here before; then the collector as it was."""
     thresholds = gc.get_threshold()
+    gc.set_threshold(700, 10, 10)
     yield Clock()
     gc.set_threshold(*thresholds)
     gc.unfreeze()

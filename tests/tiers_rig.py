@@ -60,7 +60,7 @@ class TiersRig:
         for _ in range(count):
             if not self.jobs:
                 return
-            reads = [job for job in self.jobs if isinstance(job, ReadJob)]
+            reads = [job for job in self.jobs if isinstance(job, ReadJob) and job.urgent]
             job = reads[0] if reads else self.jobs[0]
             self.jobs.remove(job)
             self.worker.do(job)
