@@ -136,8 +136,9 @@ class Arena:
             key = self._take_inner(self.is_on_disk)
         if key is None:
             key = self.retention.evict(self.may_go)
-        if key is None:
-            return None
+        return None if key is None else self._vacate(key)
+
+    def _vacate(self, key: bytes) -> int:
         slot = self._slot_of.pop(key)
         self._evicted.append(self._block_in.pop(slot))
         self._pins.pop(key, None)
@@ -161,6 +162,12 @@ class Arena:
     def may_go(self, key: bytes) -> bool:
         """Whether nobody reads this findable block and nobody has pinned it."""
         return self._slot_of[key] not in self._leases_on and key not in self._pins
+
+    def evict(self, key: bytes) -> None:
+        """Evicts this block, which `may_go`, out of its turn."""
+        assert self.may_go(key), "a block is evicted that somebody reads or has pinned"
+        self.retention.give_up(key)
+        self._free.append(self._vacate(key))
 
     def take_evicted(self) -> list[Block]:
         """Blocks evicted since the last call."""
@@ -198,14 +205,17 @@ class Arena:
         owner: Owner,
         hold_until: float | None,
         *,
-        first: bool = False,
+        alone: bool = False,
     ) -> Lease | None:
         if block.key in self._slot_of:
             self._withdrawn.add(slot)
         else:
             self._slot_of[block.key] = slot
             self._block_in[slot] = block
-            self.retention.add(block.key, block.parent, first=first or block.depth == 0)
+            if alone:
+                self.retention.restore(block.key, block.parent, first=True)
+            else:
+                self.retention.add(block.key, block.parent, first=block.depth == 0)
         lease = None if hold_until is None else self._lease(owner, slot, hold_until)
         self._settle_withdrawn(slot)
         return lease
@@ -223,10 +233,11 @@ class Arena:
     def filled(self, slot: int, block: Block, *, alone: bool = False) -> None:
         """The store's I/O into the slot has ended well.
 
-        `alone`: the block is worth keeping without its parent, which is to be found elsewhere.
+        `alone`: the block is worth keeping without its parent, which is to be found elsewhere; and
+        that it comes here is no use of it.
         """
         self._filling.remove(slot)
-        self._settle(slot, block, None, None, first=alone)
+        self._settle(slot, block, None, None, alone=alone)
 
     def fill_failed(self, slot: int) -> None:
         """The store's I/O into the slot has ended; its bytes are worth nothing."""

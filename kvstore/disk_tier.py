@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from kvferry.kvstore.arena import FOREVER, Arena, Block, Lease
 from kvferry.kvstore.disk import (
@@ -42,7 +42,7 @@ _OWNER = "disk"
 class DiskTier:
     """The disk tier of one arena. `submit` hands a job to whoever does the I/O.
 
-    `give_up` is told of each record that still could be served, just before its file goes.
+    `give_up` is told of the records that a cleaning drops, while they can still be read.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class DiskTier:
         arena: Arena,
         view: Callable[[int], memoryview],
         submit: Callable[[Job], None],
-        give_up: Callable[[Record], None],
+        give_up: Callable[[Sequence[Record]], None],
         wall: Callable[[], float] = time.time,
     ) -> None:
         self.index = index
@@ -219,8 +219,7 @@ class DiskTier:
         cleaning = self.index.clean(int(self._wall()))
         if cleaning is None:
             return
-        for record in cleaning.dropped:
-            self._give_up(record)
+        self._give_up(cleaning.dropped)
         for source, target in cleaning.moves:
             self._writes += 1
             self._give(MoveJob(source, target))
@@ -260,8 +259,11 @@ class DiskTier:
     def _read_done(self, job: ReadJob, now: float) -> None:
         job.into.release()
         if job.ok:
-            self.counters["disk_reads" if job.urgent else "disk_saved"] += 1
-            self.counters["disk_read_bytes"] += job.record.payload_bytes
+            if job.urgent:
+                self.counters["disk_reads"] += 1
+                self.counters["disk_read_bytes"] += job.record.payload_bytes
+            else:
+                self.counters["disk_saved"] += 1
             return
         self._damaged(job.record, job.damage, job.file_bytes)
         if job.damage == "short":

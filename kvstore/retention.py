@@ -134,6 +134,10 @@ class ChainOrder:
         if len(self._heap) > 2 * len(self._entries) + HEAP_SLACK:
             self._queue_all()
 
+    def give_up(self, key: bytes) -> None:
+        """A block goes out of its turn; its uses are remembered."""
+        self._remember(key)
+
     def evict(self, may_go: Callable[[bytes], bool]) -> bytes | None:
         """Gives up the first block in the order that `may_go`; None if none may."""
         victim = self._first_queued(may_go)

@@ -65,10 +65,10 @@ class Tiers:
         self.disk = None if index is None else DiskTier(index, arena, view, submit, self._save)
         self.victims = Victims(arena)
         self.lease_s = lease_s
-        self.loads = Loads(arena, lease_s, self._readable, self._start_read, self._recovering)
+        self.loads = Loads(arena, lease_s, self._on_disk, self._start_read, self._recovering)
         self._view = view
-        self._filling: dict[bytes, int] = {}
-        """Blocks being read from disk, and the slots they go to."""
+        self._filling: dict[bytes, tuple[int, Block]] = {}
+        """Blocks being read from disk, by key, and the slots they go to."""
         self._unwanted: set[bytes] = set()
         """Blocks being read that were cleared meanwhile."""
         self._pin_later: dict[bytes, float] = {}
@@ -145,9 +145,6 @@ class Tiers:
     def _on_disk(self, key: bytes) -> bool:
         return self.disk is not None and key in self.disk.index
 
-    def _readable(self, key: bytes) -> bool:
-        return key in self._filling or self._on_disk(key)
-
     def _recovering(self) -> bool:
         return self.disk is not None and self.disk.recovering > 0
 
@@ -198,34 +195,38 @@ class Tiers:
 
     def _start_read(self, key: bytes) -> bool:
         assert self.disk is not None
-        if key in self._filling:
-            return True
+        if key in self._filling:  # it will be in memory soon
+            return False
         slot = self.arena.start_fill()
         self._settle_evicted()
         if slot is None:
             self.counters["reads_without_slot"] += 1
             return False
-        self._filling[key] = slot
-        self.disk.read(key, slot)
+        self._filling[key] = slot, self.disk.read(key, slot).record.block
         return True
 
-    def _save(self, record: Record) -> None:
-        """The disk gives this record up: its block stays in memory if there is room to spare."""
-        block = record.block
-        if block.key in self.arena or block.key in self._filling:
-            return
-        if block.depth and block.parent not in self.arena and not self._readable(block.parent):
-            return
-        slot = self.victims.start_fill()
-        self._settle_evicted()
-        if slot is not None:
-            assert self.disk is not None
-            self._filling[block.key] = slot
+    def _save(self, records: Sequence[Record]) -> None:
+        """The disk gives these up: their blocks stay in memory if there is room to spare."""
+        assert self.disk is not None
+        for record in records:
+            block = record.block
+            if block.key in self.arena or block.key in self._filling:
+                continue
+            if not (block.depth == 0 or block.parent in self._filling or self._tier(block.parent)):
+                continue
+            slot = self.victims.start_fill()
+            self._settle_evicted()
+            if slot is None:
+                return
+            self._filling[block.key] = slot, block
             self.disk.save(record, slot)
 
     def prefetch(self, keys: Sequence[bytes], *, deadline: float, now: float) -> None:
         """Brings a chain's blocks from disk to the arena, without a reader."""
         self._prefetches += 1
+        for key in keys:
+            if self.victims.forget(key) and self.disk is not None:
+                self.disk.offer(key)
         window = max(1, self.arena.num_slots // 4)
         load = Load(_PREFETCH, self._prefetches, keys, 0, deadline, window, keep=False)
         self.loads.start(load)
@@ -264,7 +265,7 @@ class Tiers:
 
     def _filled(self, job: ReadJob, now: float) -> list[Handed]:
         block = job.record.block
-        slot = self._filling.pop(block.key)
+        slot, _ = self._filling.pop(block.key)
         wanted = job.ok and block.key not in self._unwanted
         if not job.urgent:
             self.victims.filled(block.key, kept=wanted and block.key not in self.arena)
@@ -299,8 +300,9 @@ class Tiers:
         on_disk = 0
         if self.disk is not None:
             on_disk = self.disk.clear_all() if tenant is None else self.disk.clear(tenant)
-        for key in self._filling:
-            self._unwanted.add(key)
+        for key, (_, block) in self._filling.items():
+            if tenant is None or block.tenant == tenant:
+                self._unwanted.add(key)
         for key in gone:
             self.victims.forget(key)
             self.arena.discard(key)

@@ -34,8 +34,8 @@ class Victims:
         """A slot for one more, at the cost of the oldest; None when the arena can spare none."""
         while self._keys and len(self._keys) + self._coming >= self._most:
             oldest, _ = self._keys.popitem(last=False)
-            if self._arena.may_go(oldest):
-                self._arena.discard(oldest)
+            if self._arena.may_go(oldest) and not self._arena.is_unwritten(oldest):
+                self._arena.evict(oldest)
         if self._coming >= self._most:
             return None
         slot = self._arena.start_fill(spare=True)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from kvferry.kvstore.arena import Block
+from kvferry.kvstore.arena import Arena, Block
 from kvferry.kvstore.disk import DeleteJob, Disk, DiskWorker, Job, ReadJob
 from kvferry.kvstore.disk_files import FileSystem
 from kvferry.kvstore.record import Record
@@ -25,10 +26,11 @@ def overfull(folder: Path, length: int = 1) -> tuple[TiersRig, list[list[bytes]]
     """A disk that got twice what it holds, in chains of so many blocks."""
     rig = TiersRig(folder, slots=SLOTS, cap=RECORDS * SPAN)
     keys = [chain_keys(number, length) for number in range(2 * RECORDS // length)]
-    for chain in keys:
+    for number, chain in enumerate(keys):
         rig.put(chain)
         rig.settle()
-        rig.tiers.check()
+        if number % 32 == 0:
+            rig.tiers.check()
     return rig, keys
 
 
@@ -158,12 +160,76 @@ def test_what_is_cleared_while_it_is_being_saved_is_not_served(
     rig.files.close()
 
 
-def test_a_block_that_is_asked_for_while_it_is_being_saved_is_waited_for(tmp_path: Path) -> None:
+def test_another_tenants_clear_loses_no_block_that_is_being_saved(tmp_path: Path) -> None:
+    rig, _ = overfull(tmp_path)
+    saving = until_saving(rig)
+    rig.tiers.clear(b"somebody else".ljust(16))
+    rig.settle()
+    assert saving.record.block.key in rig.tiers.arena
+    rig.files.close()
+
+
+def test_a_block_that_is_put_again_while_it_is_being_saved_is_no_victim(tmp_path: Path) -> None:
     rig, keys = overfull(tmp_path)
     saving = until_saving(rig)
     wanted = next(chain for chain in keys if chain[0] == saving.record.block.key)
-    assert wanted[0] not in rig.index and wanted[0] not in rig.tiers.arena
-    assert rig.read(wanted, 1) == 1
+    assert rig.tiers.locate(wanted) == b"", "nobody is made to wait for it"
+    rig.put(wanted)
+    rig.settle()
+    rig.tiers.check()
+    assert wanted[0] in rig.index and wanted[0] in rig.tiers.arena
+    rig.files.close()
+
+
+def test_a_victim_that_goes_is_remembered_with_the_uses_it_had(tmp_path: Path) -> None:
+    rig, keys = overfull(tmp_path)
+    (victim,) = victims(rig, keys)[0]
+    uses = rig.tiers.arena.retention.uses
+    before = uses(victim)
+    for number in range(2 * MOST):
+        rig.put(chain_keys(f"more {number}", 1))
+        rig.settle()
+    assert victim not in rig.tiers.arena and uses(victim) == before == 1
+    rig.files.close()
+
+
+def test_that_a_block_comes_to_be_kept_is_no_use_of_it() -> None:
+    arena = Arena(4)
+    block = Block(b"k" * 16, b"p" * 16, TENANT, 3, 0)
+    arena.commit("writer", arena.grant("writer", 1)[0], block, None)
+    arena.evict(block.key)
+    slot = arena.start_fill(spare=True)
+    assert slot is not None
+    arena.filled(slot, block, alone=True)
+    assert arena.retention.uses(block.key) == 1
+    arena.check()
+
+
+@pytest.mark.parametrize("cap", [20, 40, 256])
+def test_a_directory_that_vanishes_and_fills_again_confuses_no_victim(
+    cap: int, tmp_path: Path
+) -> None:
+    folder = tmp_path / "blocks"
+    folder.mkdir()
+    rig = TiersRig(folder, slots=SLOTS, cap=cap * SPAN)
+    for number in range(cap):
+        rig.put(chain_keys(number, 1))
+        rig.settle()
+    for slot in rig.tiers.grant("writer", SLOTS):  # so the arena has none of them
+        rig.tiers.arena.give_back("writer", slot)
+    for number in range(60):
+        rig.put(chain_keys(f"next {number}", 1))
+        rig.settle()
+    assert len(rig.tiers.victims) == MOST
+    shutil.rmtree(folder)
+    rig.tick(3.0)
+    for number in range(300):
+        for index in range(4):
+            rig.put(chain_keys(f"then {number} {index}", 1))
+        rig.tick(0.01)
+        rig.work()
+        if number < 60:
+            rig.tiers.check()
     rig.settle()
     rig.tiers.check()
     rig.files.close()
@@ -186,7 +252,7 @@ def test_one_that_cannot_be_read_leaves_no_slot_behind(tmp_path: Path) -> None:
 def test_without_its_parent_a_block_is_not_saved(tmp_path: Path) -> None:
     rig = TiersRig(tmp_path, slots=SLOTS, cap=RECORDS * SPAN)
     orphan = Block(b"o" * 16, b"p" * 16, TENANT, 5, 0)
-    rig.tiers._save(Record(FINGERPRINT, orphan, SIZE, 1, 0, 0, 1))
+    rig.tiers._save([Record(FINGERPRINT, orphan, SIZE, 1, 0, 0, 1)])
     assert not rig.jobs and len(rig.tiers.victims) == 0
     rig.files.close()
 
