@@ -92,10 +92,13 @@ class PrefillLinks:
         if address in self._links:
             self._on_lost(address)
             self._links.pop(address).close()
+            del self._made[address]
+            self._announced.pop(address, None)
 
     def noticed(self, link: Client, notice: StepNotice) -> None:
         """The node announced a long step: its silence means nothing for three times that."""
-        self._announced[link.address] = self._clock() + 3 * notice.predicted_s
+        if self._links.get(link.address) is link:
+            self._announced[link.address] = self._clock() + 3 * notice.predicted_s
 
     # -- driving --------------------------------------------------------------------------------
 
@@ -115,6 +118,9 @@ class PrefillLinks:
 
     def tick(self, now: float) -> None:
         """Probes every link; gives up those that died, were refused or stalled."""
+        over = [address for address, until in self._avoided.items() if until <= now]
+        for address in over:  # it may never come back
+            del self._avoided[address]
         for link in list(self._links.values()):
             link.tick(now)
             self.judge(link, now)
