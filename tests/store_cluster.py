@@ -12,7 +12,7 @@ from typing import Any
 
 from kvferry.kvstore.keys import tenant_key
 from kvferry.kvstore.loader import Loader
-from kvferry.kvstore.store_client import Transfer
+from kvferry.kvstore.store_client import StoreClient, Transfer
 from kvferry.kvstore.store_space import StoreSizes
 from kvferry.tests.harness import Answer, Cluster
 
@@ -43,9 +43,22 @@ def cluster_of(
 
 
 def attached(cluster: Cluster) -> None:
-    found = [cluster.decode.loader.store, *(node.loader.store for node in cluster.prefill)]
-    stores = [store for store in found if store is not None]
+    stores = store_clients(cluster)
     cluster.until(lambda: all(store.available and store.room > 0 for store in stores))
+
+
+def store_clients(cluster: Cluster) -> list[StoreClient]:
+    """The nodes' ends of their conversations with the store."""
+    found = [cluster.decode.loader.store, *(node.loader.store for node in cluster.prefill)]
+    return [store for store in found if store is not None]
+
+
+def restarted(cluster: Cluster, sizes: StoreSizes, address: str) -> None:
+    """Every node has noticed that its store is gone, and has attached to a new one there."""
+    stores = store_clients(cluster)
+    cluster.until(lambda: not any(store.available for store in stores))
+    cluster.start_store(sizes, address)
+    attached(cluster)
 
 
 def ask(cluster: Cluster, prompt: list[int], tokens: int = 4) -> Answer:

@@ -22,9 +22,9 @@ from kvferry.tests.store_cluster import (
     DISK,
     TENANT,
     ask,
-    attached,
     cluster_of,
     forget,
+    restarted,
     settle,
     sources,
 )
@@ -275,7 +275,6 @@ def test_a_store_that_dies_costs_only_time(tmp_path: Path) -> None:
         cluster.until(lambda: all(answer.ended for answer in answers), 60)
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.ids() == cluster.reply(prompt, 4)
-        cluster.start_store(sizes, address)
-        attached(cluster)
+        restarted(cluster, sizes, address)
         forget(cluster)
         assert sources(ask(cluster, prompts[0])).get("disk", 0) > 0

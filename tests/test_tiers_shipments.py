@@ -18,9 +18,9 @@ from kvferry.tests.store_cluster import (
     RAM,
     TENANT,
     ask,
-    attached,
     cluster_of,
     forget,
+    restarted,
     settle,
     sources,
 )
@@ -114,9 +114,7 @@ def test_after_a_restart_of_the_store_its_new_life_counts(tmp_path: Path) -> Non
         store = cluster.decode.loader.store
         assert store is not None
         sizes, address = cluster.sizes, cluster.stop_store(drain=False)
-        cluster.until(lambda: not store.available)
-        cluster.start_store(sizes, address)
-        attached(cluster)
+        restarted(cluster, sizes, address)
         landed = cluster.decode.receiver.inbox.num_landed
         assert landed < 187
         cluster.prefill[0].debug.hold = frozenset()
