@@ -75,7 +75,6 @@ class Tiers:
         """Blocks that are on disk only, and until when they are pinned once they are here."""
         self._held: dict[tuple[Owner, int], Lease] = {}
         """Slots that a writer keeps for a shipment."""
-        """Peers with quarantined slots."""
         self._prefetches = 0
 
     # -- putting --------------------------------------------------------------------------------
