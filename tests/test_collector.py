@@ -21,9 +21,16 @@ class Clock:
 
 @pytest.fixture
 def clock() -> Iterator[Clock]:
-    """Time, with Python's own thresholds whatever ran here before; then the collector as it was."""
+    """Time, in a process as good as new: its thresholds Python's own, and nothing to walk.
+
+    What growth has to exceed is a quarter of what the last full collection walked, so there has to
+    be one after what lives here already is frozen.
+    """
     thresholds = gc.get_threshold()
     gc.set_threshold(700, 10, 10)
+    gc.collect()
+    gc.freeze()
+    gc.collect()
     yield Clock()
     gc.set_threshold(*thresholds)
     gc.unfreeze()
@@ -50,9 +57,6 @@ def grow(kept: list[list[int]], count: int = 200_000) -> None:
 @pytest.mark.skipif(sys.version_info >= (3, 14), reason="Python collects in small steps there")
 def test_growth_alone_starts_no_full_collection(clock: Clock, full: list[int]) -> None:
     kept: list[list[int]] = []
-    gc.collect()
-    gc.freeze()  # of what lives already Python would want a quarter more before it starts one
-    full.clear()
     grow(kept)
     assert full, "Python's own thresholds would not have started one either"
     collector = Collector(clock=clock)
