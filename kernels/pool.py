@@ -20,8 +20,8 @@ _ALIGNMENT = 64
 class BlockPool:
     """``tensor``: ``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``.
 
-    All zero at first; on a CPU no more memory is touched than has been written, and a part of the
-    pool that `prepare` maps ahead of it (see `prefault`).
+    All zero at first; on a CPU no more memory is touched than has been written, and what `prepare`
+    maps ahead of it: `num_ahead` blocks, or less (see `prefault`).
     """
 
     def __init__(
@@ -34,6 +34,7 @@ class BlockPool:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        num_ahead: int = 0,
     ) -> None:
         self.shape = (num_blocks, layers, 2, kv_heads, block_size, head_dim)
         self.block_bytes = int(np.prod(self.shape[1:])) * dtype.itemsize
@@ -45,7 +46,9 @@ class BlockPool:
         self._bytes = flat.view(num_blocks, self.block_bytes)
         self.tensor = flat.view(dtype).view(self.shape)
         self._host = self._bytes.numpy() if device.type == "cpu" else None
-        self._prefault = None if self._host is None else Prefault(self._host.reshape(-1))
+        self._prefault = None
+        if self._host is not None:
+            self._prefault = Prefault(self._host.reshape(-1), num_ahead * self.block_bytes)
 
     @property
     def num_blocks(self) -> int:

@@ -15,22 +15,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MADV_POPULATE_WRITE = 23
-MOST_AHEAD = 256 << 20
+MOST_AHEAD = 512 << 20
 STEP_BYTES = 2 << 20
 """What a step maps: a millisecond or less, some milliseconds where the host has to find it."""
 
 
 class Prefault:
-    """Keeps the next eighth of a buffer mapped, as it fills from its beginning to its end.
+    """Keeps the next bytes of a buffer mapped, as it fills from its beginning to its end.
 
-    No more than `MOST_AHEAD` at that. What is behind it stays untouched, so a buffer costs what was
-    used of it and so much. Where the kernel knows no way to do it (before Linux 5.14, elsewhere)
-    pages are mapped as they are touched.
+    What is behind them stays untouched, so a buffer costs what was used of it and so much. Where
+    the kernel knows no way to do it (before Linux 5.14, elsewhere) pages are mapped as they are
+    touched.
+
+    Parameters
+    ----------
+    ahead
+        Bytes that may be needed at once. At most a quarter of the buffer and `MOST_AHEAD` are
+        mapped.
     """
 
-    def __init__(self, buffer: NDArray[np.uint8]) -> None:
+    def __init__(self, buffer: NDArray[np.uint8], ahead: int) -> None:
         self._buffer = buffer
-        self._ahead = min(buffer.size // 8, MOST_AHEAD)
+        self._ahead = min(ahead, buffer.size // 4, MOST_AHEAD)
         self._mapped = 0
         self._target = self._ahead
         self._populate = _populate()

@@ -47,6 +47,7 @@ def load_torch_engine(
         head_dim=facts.head_dim,
         dtype=facts.dtype,
         device=place,
+        num_ahead=-(-facts.max_model_len // block_size),  # the longest sequence may be the next one
     )
     return TorchEngine(facts, load_model(facts, place), pool)
 

@@ -20,7 +20,7 @@ from kvferry.kvstore import shared_memory
 from kvferry.tests.harness import Cluster
 
 SIZE = 64 << 20
-AHEAD = SIZE // 8
+AHEAD = 8 << 20
 
 
 def fresh() -> NDArray[np.uint8]:
@@ -44,7 +44,7 @@ def resident(buffer: NDArray[np.uint8]) -> int:
 def buffer() -> Iterator[NDArray[np.uint8]]:
     """Fresh memory, none of it touched."""
     probe = fresh()
-    if not Prefault(probe).step() or resident(probe) >= SIZE:
+    if not Prefault(probe, AHEAD).step() or resident(probe) >= SIZE:
         pytest.skip("this kernel maps nothing ahead, or does not say what is mapped")
     yield fresh()
 
@@ -54,8 +54,8 @@ def finish(prefault: Prefault) -> None:
         pass
 
 
-def test_an_eighth_is_mapped_ahead_and_no_more(buffer: NDArray[np.uint8]) -> None:
-    prefault = Prefault(buffer)
+def test_so_much_is_mapped_ahead_and_no_more(buffer: NDArray[np.uint8]) -> None:
+    prefault = Prefault(buffer, AHEAD)
     assert resident(buffer) == 0
     assert prefault.step()
     assert resident(buffer) == prefault.mapped == STEP_BYTES
@@ -68,13 +68,19 @@ def test_an_eighth_is_mapped_ahead_and_no_more(buffer: NDArray[np.uint8]) -> Non
 
 
 def test_a_large_buffer_is_mapped_only_so_far_ahead() -> None:
-    prefault = Prefault(np.zeros(16 * MOST_AHEAD, np.uint8))
+    prefault = Prefault(np.zeros(8 * MOST_AHEAD, np.uint8), 2 * MOST_AHEAD)
     finish(prefault)
     assert prefault.mapped == MOST_AHEAD
 
 
+def test_of_a_small_buffer_a_quarter_is_mapped_ahead(buffer: NDArray[np.uint8]) -> None:
+    prefault = Prefault(buffer, SIZE)
+    finish(prefault)
+    assert resident(buffer) == prefault.mapped == SIZE // 4
+
+
 def test_at_the_end_nothing_is_left_to_map(buffer: NDArray[np.uint8]) -> None:
-    prefault = Prefault(buffer)
+    prefault = Prefault(buffer, AHEAD)
     prefault.reached(SIZE - 4097)
     finish(prefault)
     assert prefault.mapped == SIZE
@@ -86,7 +92,7 @@ def test_at_the_end_nothing_is_left_to_map(buffer: NDArray[np.uint8]) -> None:
 def test_what_is_in_use_already_is_not_mapped_behind_its_back(
     buffer: NDArray[np.uint8],
 ) -> None:
-    prefault = Prefault(buffer)
+    prefault = Prefault(buffer, AHEAD)
     prefault.reached(SIZE // 2)
     prefault.reached(SIZE // 4)  # blocks are reused in any order
     finish(prefault)
@@ -96,7 +102,7 @@ def test_what_is_in_use_already_is_not_mapped_behind_its_back(
 
 def small_pool() -> BlockPool:
     return BlockPool(num_blocks=256, layers=2, block_size=16, kv_heads=4, head_dim=64,
-                     dtype=torch.float32, device=torch.device("cpu"))  # fmt: skip
+                     dtype=torch.float32, device=torch.device("cpu"), num_ahead=32)  # fmt: skip
 
 
 def mapped(pool: BlockPool) -> int:

@@ -313,6 +313,15 @@ def test_a_pass_says_how_far_its_blocks_reach(llama: Path) -> None:
     assert engine.prepare() and prefault.mapped > 10 * engine.spec.block_bytes
 
 
+def test_room_for_the_longest_sequence_is_made_ahead(llama: Path) -> None:
+    engine = load(llama, num_blocks=64, max_model_len=100)
+    prefault = engine._pool._prefault
+    assert prefault is not None and not prefault.mapped
+    while engine.prepare():
+        pass
+    assert prefault.mapped == 7 * engine.spec.block_bytes
+
+
 def test_an_unused_pool_costs_no_memory(llama: Path) -> None:
     def resident() -> int:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
