@@ -28,6 +28,8 @@ from kvferry.tests.served import Served
 CASES = ("plain", "second", "over-length", "cancelled", "streamed")
 BLOCK = 16
 CASE_SECONDS = 300.0
+CONTEXT = 2048
+"""Tokens. Agents sample and set no limit: a reply that never ends fills it within the case."""
 Told = dict[str, Any]
 
 
@@ -96,7 +98,7 @@ def judge(case: str, told: Told, first: Told, log: Log, *, strict: bool) -> str:
         gone = log.wait_for(lambda it: it["status"] == 499)
         return "" if gone is not None else "the server did not notice that the client left"
     if not told.get("completion"):
-        return "no answer"
+        return f"no answer: {told.get('code', 'of any length')}"
     if case == "second":
         bound = (first.get("prompt", 0) + first.get("completion", 0) - 1) // BLOCK * BLOCK
         if strict and (told.get("cached") or 0) < bound:
@@ -152,12 +154,20 @@ def _one(
         try:
             process.wait(CASE_SECONDS)
         except subprocess.TimeoutExpired:
-            return {"status": "", "code": "it never ended"}
-    found = log.wait_for(lambda it: True, 2.0) or {"status": "", "code": "no request came"}
+            came = "its last request was answered" if log.read() else "no request was answered"
+            return {"status": "", "code": f"it never ended, {came}{_last_words(output)}"}
+    found = log.wait_for(lambda it: True, 2.0)
+    if found is None:
+        return {"status": "", "code": f"no request came{_last_words(output)}"}
     if found.get("completion", 0) > 1 and "ttft_ms" in found:
         seconds = (found["total_ms"] - found["ttft_ms"]) / 1000
         found["tokens_per_s"] = (found["completion"] - 1) / max(seconds, 1e-6)
     return found
+
+
+def _last_words(output: Path) -> str:
+    said = output.read_text(errors="replace").strip()
+    return f", it said {said[-200:]!r}" if said else ""
 
 
 def _cancel(process: subprocess.Popen[bytes], generating: Callable[[], bool]) -> Told:
@@ -222,7 +232,7 @@ def main(arguments: Sequence[str]) -> int:
         folder = Path(temporary)
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvferry"
         model = resolve_model(None, cache, lambda line: None)
-        flags = ("--log-format=json", "--max-model-len=4096", "--prefill-nodes=0")
+        flags = ("--log-format=json", f"--max-model-len={CONTEXT}", "--prefill-nodes=0")
         served = Served(model.folder, folder / "log", *flags)
         try:
             rows = run(names, served, model.name, Log(folder / "log"), folder)
