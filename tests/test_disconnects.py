@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import product
@@ -86,6 +87,10 @@ def test_whoever_leaves_leaves_nothing(served: Served) -> None:
     config = write_standin_model(served.log.parent / "again")
     assert served.ids(standin_prompt, 3) == standin_reply(standin_prompt, config, 3)
     seed, before = 1, descriptors(served)
+    gone = partial(served.metric, "kvferry_request_failure_total", code="client_gone")
+    aborted = partial(served.metric, "kvferry_node_requests_aborted_total")
+    time.sleep(1)  # nodes report their counters twice a second
+    gone_before, aborted_before = gone(), aborted()
     for (stage, reached), stream in product(STAGES.items(), (True, False)):
         hold(served, [stage])
         # Half of the rounds here, half with the other fixture.
@@ -102,12 +107,10 @@ def test_whoever_leaves_leaves_nothing(served: Served) -> None:
     after = descriptors(served)
     for (fds, threads), (more_fds, more_threads) in zip(before, after, strict=True):
         assert more_fds <= fds + 2 and more_threads <= threads
-    gone = partial(served.metric, "kvferry_request_failure_total", code="client_gone")
-    wait_until(lambda: gone() == seed - 1)
+    wait_until(lambda: gone() == gone_before + seed - 1)
     prompt = prompt_of(700, 3)
     assert served.ids(prompt, 5) == standin_reply(prompt, config, 5)
-    # Nodes report their counters twice a second.
-    wait_until(lambda: served.metric("kvferry_node_requests_aborted_total") == seed - 1)
+    wait_until(lambda: aborted() == aborted_before + seed - 1)
 
 
 @pytest.mark.C3
