@@ -74,6 +74,8 @@ class DiskTier:
         """Tenants that were cleared while files of theirs may not have been read yet."""
         self._reads = 0
         self._writes = 0
+        self._moves = 0
+        """Out of the segment that is being cleaned."""
         self._jobs = 0
         """Everything submitted and not done."""
         self._rest = FIRST_REST_S
@@ -220,10 +222,20 @@ class DiskTier:
         if cleaning is None:
             return
         self._give_up(cleaning.dropped)
+        self._moves = len(cleaning.moves)
         for source, target in cleaning.moves:
             self._writes += 1
             self._give(MoveJob(source, target))
-        self._delete(cleaning.segment)
+        if not self._moves:
+            self._delete(cleaning.segment)
+
+    def _emptied(self, segment: int) -> None:
+        """Deletes what was cleaned. Not before the last move is known to have ended: until then
+        records are read where they lay, and the file would go before those reads."""
+        left = self.index.emptied(segment)
+        if left is not None:
+            self._give_up(left)
+            self._delete(segment)
 
     def _delete(self, segment: int) -> None:
         self._writes += 1
@@ -265,18 +277,19 @@ class DiskTier:
             else:
                 self.counters["disk_saved"] += 1
             return
-        self._damaged(job.record, job.damage, job.file_bytes)
+        record = job.record
+        self._damaged(record, job.damage)
         if job.damage == "short":
+            lost = self.index.truncated(record.segment, job.file_bytes)
+            self.counters["disk_records_lost"] += lost
             self._probe_at = now  # perhaps the whole directory is gone
 
-    def _damaged(self, record: Record, damage: str, file_bytes: int) -> None:
+    def _damaged(self, record: Record, damage: str) -> None:
         self.counters[f"disk_damaged_{damage}"] += 1
         log.warning("block %s on disk is damaged (%s)", record.block.key.hex(), damage)
         key = record.block.key
         if key in self.index and self.index.record(key) is record:
             self.index.discard(key)
-        if damage == "short":
-            self.counters["disk_records_lost"] += self.index.truncated(record.segment, file_bytes)
 
     def _write_done(self, job: WriteJob, now: float) -> None:
         for payload in job.payloads:
@@ -318,10 +331,13 @@ class DiskTier:
             self._failed(job.error, now)
         elif job.damage:
             self.index.failed([job.target], {})
-            self._damaged(job.source, job.damage, 0)
+            self._damaged(job.source, job.damage)
         else:
             self.index.moved(job.source, job.target)
             self.counters["disk_rewritten_bytes"] += job.target.span
+        self._moves -= 1
+        if not self._moves:
+            self._emptied(job.source.segment)
 
     def _delete_done(self, job: DeleteJob, now: float) -> None:
         if job.error is not None:

@@ -297,17 +297,31 @@ class SegmentIndex:
         kept = [key for key in segment.keys if forced or key not in self._condemned]
         kept.sort(key=lambda key: self._records[key].offset)
         room = max(0, (self.cap - self.used) // self.span)
-        gone = [self._records[key] for key in segment.keys - set(kept[:room])]
-        gone.sort(key=lambda record: record.block.depth)
-        for record in gone:
-            self.discard(record.block.key)
-            self.dropped += 1
+        gone = self._drop(segment.keys - set(kept[:room]))
         moves = []
         for record in [self._records[key] for key in kept[:room]]:
             uses = max(1, self._order.uses(record.block.key))
             moves.append((record, self._append(record.block, uses, now_s, kept=True)))
-        self._cleaning = Cleaning(segment.number, tuple(moves), tuple(gone))
+        self._cleaning = Cleaning(segment.number, tuple(moves), gone)
         return self._cleaning
+
+    def _drop(self, keys: Iterable[bytes]) -> tuple[Record, ...]:
+        gone = sorted((self._records[key] for key in keys), key=lambda it: it.block.depth)
+        for record in gone:
+            self.discard(record.block.key)
+            self.dropped += 1
+        return tuple(gone)
+
+    def emptied(self, number: int) -> tuple[Record, ...] | None:
+        """Every move out of the segment has ended, well or not: its file may be deleted.
+
+        Returns what is given up with it, parents before what is chained to them: records that did
+        not come to their new place. None: this segment is not being cleaned any more.
+        """
+        segment = self._segments.get(number)
+        if segment is None or self._cleaning is None or self._cleaning.segment != number:
+            return None
+        return self._drop(set(segment.keys))
 
     def moved(self, source: Record, target: Record) -> None:
         """A record of the segment being cleaned is in its new place."""
@@ -324,8 +338,7 @@ class SegmentIndex:
         """The file of the segment being cleaned is gone."""
         segment = self._segments.get(number)
         if segment is not None:
-            for key in list(segment.keys):
-                self.discard(key)
+            assert not segment.keys, "a file is gone that still had records to serve"
             del self._segments[number]
             largest = max((it.size for it in self._segments.values()), default=0)
             self._reserve = max(self.segment_bytes, largest)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.kvstore.arena import Block
+from kvferry.kvstore.disk import MoveJob
 from kvferry.kvstore.disk_files import FileSystem
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.record import ALIGNMENT, HEADER_BYTES, Record, unpack
@@ -118,6 +119,36 @@ def test_cleaning_keeps_what_is_hot(tmp_path: Path) -> None:
         rig.settle()
     assert rig.counter("disk_rewritten") > 0
     assert rig.counter("disk_dropped") > 500
+    rig.files.close()
+
+
+def test_a_block_that_is_moved_is_served_before_the_tiers_hear_of_the_move(
+    tmp_path: Path,
+) -> None:
+    """The thread is ahead of the tiers: it may have emptied a whole segment by then."""
+    dice = random.Random(1)
+    rig = TiersRig(tmp_path, slots=64, cap=1024 * SPAN)
+    assert rig.index.segment_bytes == 4 * SPAN
+    chains = [chain_keys(number, 4) for number in range(400)]
+    chain_of = {key: chain for chain in chains for key in chain}
+    asked = 0
+    for number in range(1200):
+        keys = chains[min(399, int(dice.expovariate(1 / 150)))]
+        rig.run_ahead(20)
+        moved = [job.source for job in rig.outcomes if isinstance(job, MoveJob)]
+        if moved and moved[-1].block.key not in rig.tiers.arena:
+            keys = chain_of[moved[-1].block.key]
+            asked += 1
+        got = rig.read(keys, number + 1)
+        rig.put(keys, start=got)
+        rig.hear()
+        rig.tick(dice.random())
+        rig.tiers.check()
+    rig.settle()
+    assert asked > 50, "it was not put to the test"
+    damages = ("short", "gone", "header", "payload")
+    assert [rig.counter(f"disk_damaged_{damage}") for damage in damages] == [0] * 4
+    assert rig.bytes_on_disk() == rig.index.used
     rig.files.close()
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.kvstore.arena import Arena, Block
-from kvferry.kvstore.disk import DeleteJob, Disk, DiskWorker, Job, ReadJob
+from kvferry.kvstore.disk import DeleteJob, Disk, DiskWorker, Job, MoveJob, ReadJob
 from kvferry.kvstore.disk_files import FileSystem
 from kvferry.kvstore.record import Record
 from kvferry.kvstore.segments import Placed, SegmentIndex
@@ -246,6 +246,44 @@ def test_one_that_cannot_be_read_leaves_no_slot_behind(tmp_path: Path) -> None:
     assert rig.counter("disk_damaged_payload") >= 10 and rig.counter("disk_saved") == saved
     ledger = rig.tiers.arena.ledger()
     assert ledger["filling"] == 0 and ledger["free"] + ledger["resident"] == SLOTS
+    rig.files.close()
+
+
+def until_moving(rig: TiersRig) -> list[MoveJob]:
+    """Puts more until a segment is cleaned; the moves out of it, none of them done yet."""
+    for number in range(200):
+        rig.put(chain_keys(f"until {number}", 1))
+        rig.tick(1.0)
+        while rig.jobs:
+            moves = [job for job in rig.jobs if isinstance(job, MoveJob)]
+            if moves:
+                return moves
+            rig.work()
+    raise AssertionError("nothing was moved")
+
+
+def test_what_a_full_disk_cannot_move_stays_in_memory(tmp_path: Path) -> None:
+    rig = TiersRig(tmp_path, slots=SLOTS, cap=1024 * SPAN)
+    assert rig.index.segment_bytes == 4 * SPAN
+    keys = [chain_keys(number, 1) for number in range(1020)]
+    for chain in keys:
+        rig.put(chain)
+        rig.settle()
+    for number, chain in enumerate(keys[::2]):
+        assert rig.read(chain, number) == 1, "half of each segment is worth keeping"
+    moves = until_moving(rig)
+    assert 1 <= len(moves) <= MOST
+    rig.faults.fail_writes = len(moves)
+    rig.work(len(moves))
+    rig.settle()
+    assert rig.counter("disk_write_errors") == len(moves)
+    left = [job.source.block.key for job in moves]
+    assert all(key in rig.tiers.arena and key not in rig.index for key in left)
+    assert [rig.read([key], 2000 + at) for at, key in enumerate(left)] == [1] * len(left)
+    rig.settle()
+    assert all(key in rig.index for key in left), "they were wanted again"
+    assert rig.bytes_on_disk() == rig.index.used
+    rig.tiers.check()
     rig.files.close()
 
 

@@ -43,6 +43,8 @@ class TiersRig:
         self.faults = DiskFaults()
         self.worker = DiskWorker(self.files, self.faults)
         self.jobs: list[Job] = []
+        self.outcomes: list[Job] = []
+        """Of jobs that are done, while the tiers have not heard of it."""
         index = SegmentIndex(cap, fingerprint, size) if cap else None
         self.tiers = Tiers(Arena(slots), self.view, index, self.jobs.append, lease_s=lease_s)
         if index is not None and self.tiers.disk is not None:
@@ -58,13 +60,22 @@ class TiersRig:
     def work(self, count: int = 1) -> None:
         """Does so many jobs, reads first, as the thread would."""
         for _ in range(count):
-            if not self.jobs:
-                return
+            self.run_ahead()
+            self.hear()
+
+    def run_ahead(self, count: int = 1) -> None:
+        """Does so many jobs before the tiers hear of any, as the thread may."""
+        for _ in range(min(count, len(self.jobs))):
             reads = [job for job in self.jobs if isinstance(job, ReadJob) and job.urgent]
             job = reads[0] if reads else self.jobs[0]
             self.jobs.remove(job)
             self.worker.do(job)
-            self.handed += self.tiers.disk_done(job, self.now)
+            self.outcomes.append(job)
+
+    def hear(self) -> None:
+        """The tiers hear of everything that is done."""
+        while self.outcomes:
+            self.handed += self.tiers.disk_done(self.outcomes.pop(0), self.now)
 
     def tick(self, seconds: float = 0.0) -> None:
         self.now += seconds
@@ -74,7 +85,7 @@ class TiersRig:
         """Until nothing is in flight; time moves, so that a resting disk is tried again."""
         for _ in range(10_000):
             self.tick(seconds)
-            while self.jobs:
+            while self.jobs or self.outcomes:
                 self.work()
             if self.tiers.idle:
                 return
