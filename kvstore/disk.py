@@ -67,6 +67,8 @@ class MoveJob:
 class DeleteJob:
     segment: int
     error: OSError | None = None
+    file_bytes: int = 0
+    """What is still there after an error."""
 
 
 @dataclass(slots=True)
@@ -124,6 +126,7 @@ class DiskWorker:
                 self._move(job)
             case DeleteJob():
                 job.error = _error_of(lambda: self.files.delete(job.segment))
+                job.file_bytes = self.files.size(job.segment) if job.error else 0
             case ScanJob():
                 self._scan(job)
             case ProbeJob():

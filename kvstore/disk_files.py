@@ -150,10 +150,10 @@ class FileSystem:
             os.close(fd)
 
     def size(self, number: int) -> int:
-        """The file's length; 0 when it is not there."""
+        """The file's length; 0 when it is not there, or out of reach."""
         try:
             return self.path(number).stat().st_size
-        except FileNotFoundError:
+        except OSError:
             return 0
 
     def delete(self, number: int) -> None:

@@ -163,6 +163,9 @@ class DiskTier:
         """Forgets everything and deletes every file."""
         self._dirty.clear()
         self._doomed.update(self._writing)
+        return self._delete_all()
+
+    def _delete_all(self) -> int:
         numbers = list(self.index.segments)
         count = self.index.clear_all()
         for number in numbers:
@@ -299,7 +302,8 @@ class DiskTier:
             self._arena.release(self._writing.pop(key)[0])
         if job.error is not None:
             first = job.records[0]
-            self.index.failed(job.records, {first.segment: job.file_bytes})
+            lost = self.index.failed(job.records, {first.segment: job.file_bytes})
+            self.counters["disk_records_lost"] += lost
             self._failed(job.error, now)
             for key in reversed(keys):
                 if key in self._arena and key not in self._doomed:
@@ -327,7 +331,8 @@ class DiskTier:
 
     def _move_done(self, job: MoveJob, now: float) -> None:
         if job.error is not None:
-            self.index.failed([job.target], {job.target.segment: job.file_bytes})
+            lost = self.index.failed([job.target], {job.target.segment: job.file_bytes})
+            self.counters["disk_records_lost"] += lost
             self._failed(job.error, now)
         elif job.damage:
             self.index.failed([job.target], {})
@@ -342,7 +347,7 @@ class DiskTier:
     def _delete_done(self, job: DeleteJob, now: float) -> None:
         if job.error is not None:
             self._failed(job.error, now)
-            self.index.keep(job.segment)
+            self.index.keep(job.segment, job.file_bytes)
             return
         self.index.deleted(job.segment)
 
@@ -370,7 +375,7 @@ class DiskTier:
         if job.lost:
             self.counters["disk_lost"] += 1
             log.warning("the cache directory is gone: %d blocks with it", len(self.index))
-            self.index.clear_all()
+            self._delete_all()  # what was written to the new directory before this was known
             for block in self._arena.blocks():
                 self.offer(block.key)
         if job.error is not None:

@@ -64,6 +64,8 @@ class Cleaning:
     """From, to."""
     dropped: tuple[Record, ...]
     """Given up, though they could still be served; parents before what is chained to them."""
+    forced: bool
+    """It was marked by `rewrite`."""
 
 
 class SegmentIndex:
@@ -203,15 +205,27 @@ class SegmentIndex:
         before.condemned -= key in self._condemned
         after.condemned += key in self._condemned
 
-    def failed(self, records: Iterable[Record], sizes: dict[int, int]) -> None:
-        """These records are not in their files, whose lengths are `sizes`; nothing else goes in."""
+    def failed(self, records: Iterable[Record], sizes: dict[int, int]) -> int:
+        """These records are not in their files, whose lengths are `sizes`; nothing else goes in.
+
+        Returns how many live records the files have lost besides: none, if nobody else cuts them.
+        """
+        lost = 0
         for record in records:
             segment = self._segments.get(record.segment)
             if segment is not None:
                 segment.busy -= 1
                 segment.sealed = True
                 segment.size = sizes.get(segment.number, segment.size)
+                lost += self._discard_behind(segment, segment.size)
                 self._drop_if_empty(segment)
+        return lost
+
+    def _discard_behind(self, segment: Segment, size: int) -> int:
+        lost = [key for key in segment.keys if self._records[key].offset + self.span > size]
+        for key in lost:
+            self.discard(key)
+        return len(lost)
 
     def _drop_if_empty(self, segment: Segment) -> None:
         """A file of no bytes is not kept."""
@@ -236,14 +250,12 @@ class SegmentIndex:
         segment = self._segments.get(number)
         if segment is None or segment.busy or size >= segment.size:
             return 0
-        lost = [key for key in segment.keys if self._records[key].offset + self.span > size]
-        for key in lost:
-            self.discard(key)
+        lost = self._discard_behind(segment, size)
         segment.size, segment.sealed = size, True
         if size == 0 and (self._cleaning is None or self._cleaning.segment != number):
             del self._segments[number]
             self._close_head(segment)
-        return len(lost)
+        return lost
 
     def clear(self, tenant: bytes) -> int:
         """Forgets a tenant's records and marks every segment with bytes of it for rewriting."""
@@ -302,7 +314,7 @@ class SegmentIndex:
         for record in [self._records[key] for key in kept[:room]]:
             uses = max(1, self._order.uses(record.block.key))
             moves.append((record, self._append(record.block, uses, now_s, kept=True)))
-        self._cleaning = Cleaning(segment.number, tuple(moves), gone)
+        self._cleaning = Cleaning(segment.number, tuple(moves), gone, forced is not None)
         return self._cleaning
 
     def _drop(self, keys: Iterable[bytes]) -> tuple[Record, ...]:
@@ -346,10 +358,13 @@ class SegmentIndex:
             self._cleaning = None
             self.cleaned += 1
 
-    def keep(self, number: int) -> None:
-        """The file of the segment being cleaned could not be deleted: it still counts."""
+    def keep(self, number: int, size: int) -> None:
+        """A file of `size` bytes could not be deleted: it still counts, and is tried again."""
         if self._cleaning is not None and self._cleaning.segment == number:
             self._cleaning = None
+        if number not in self._segments and size:  # all was forgotten, but this file is there
+            self._segments[number] = Segment(number, size, sealed=True)
+        self.rewrite(number)
 
     def _forced_segment(self) -> Segment | None:
         while self._forced:
@@ -419,13 +434,14 @@ class SegmentIndex:
     # -- state ----------------------------------------------------------------------------------
 
     def ledger(self) -> dict[str, int]:
+        cleaning = self._cleaning
         return {
             "cap_bytes": self.cap,
             "used_bytes": self.used,
             "live_bytes": len(self._records) * self.span,
             "records": len(self._records),
             "segments": len(self._segments),
-            "to_rewrite": len(self._forced),
+            "to_rewrite": len(self._forced) + (cleaning is not None and cleaning.forced),
             "in_flight": sum(segment.busy for segment in self._segments.values()),
         }
 

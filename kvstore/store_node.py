@@ -195,6 +195,9 @@ class StoreNode:
     def _adopt(self, fingerprint: dict[str, str]) -> None:
         if self.space is not None:
             log.info("another model comes: the arena is emptied, the disk keeps what it has")
+            disk = self.space.tiers.disk
+            if disk is not None:
+                self.space.drain(lambda: not disk.index.wants_cleaning, self._clock)
             self.space.close()
             self.space, self._memory = None, None
             if self._sizes.disk:

@@ -9,6 +9,7 @@ and write, the file it knows.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,7 +121,11 @@ class Space:
 
     def close(self) -> None:
         """Ends the thread, then unmaps: nothing writes into the arena any more."""
-        if self.disk is not None:
+        if self.disk is not None and self.tiers.disk is not None:
+            while self.tiers.disk.index.cleaning is not None:  # else its file would be found again
+                self.disk.wait(0.05)
+                for job in self.disk.take_done():
+                    self.tiers.disk_done(job, time.monotonic())
             for job in self.disk.close():
                 if isinstance(job, ReadJob):
                     job.into.release()
