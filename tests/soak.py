@@ -371,6 +371,8 @@ def _soak(soak: Soak, seconds: float) -> tuple[Outcome, list[str]]:
         elif name != "gateway":
             wrong += [f"{name}: {one}" for one in Figures.of(pid).grown(figures)]
     outcome = soak.outcome
+    lines = soak.served.log.read_text().splitlines()
+    wrong += [f"nobody damages the disk: {line}" for line in lines if "on disk is damaged" in line]
     wrong += [f"wrong answer: {one}" for one in outcome.wrong]
     wrong += [f"too slow: {one}" for one in outcome.slow]
     if outcome.classes["right"] < sum(outcome.classes.values()) // 2:

@@ -5,6 +5,7 @@ Every outcome comes in an order that the test chooses, so a seed is a whole run.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 from kvferry.kvstore.arena import Arena, Block
@@ -72,9 +73,9 @@ class TiersRig:
             self.worker.do(job)
             self.outcomes.append(job)
 
-    def hear(self) -> None:
-        """The tiers hear of everything that is done."""
-        while self.outcomes:
+    def hear(self, count: int = sys.maxsize) -> None:
+        """The tiers hear of what is done, oldest first."""
+        for _ in range(min(count, len(self.outcomes))):
             self.handed += self.tiers.disk_done(self.outcomes.pop(0), self.now)
 
     def tick(self, seconds: float = 0.0) -> None:
