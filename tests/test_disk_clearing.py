@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import shutil
 import time
 from pathlib import Path
@@ -10,26 +9,14 @@ from pathlib import Path
 import pytest
 
 from kvferry.kvstore.disk import ProbeJob, WriteJob
-from kvferry.kvstore.disk_files import FileSystem
 from kvferry.kvstore.keys import tenant_key
+from kvferry.kvstore.store_client import StoreClient
 from kvferry.tests.store_rig import StoreRig, chain_keys
-from kvferry.tests.tiers_rig import SPAN, TiersRig
+from kvferry.tests.tiers_rig import SPAN, StubbornFiles, TiersRig
 
 CAP = 1024 * SPAN
 """Segments of four records."""
 ALICE, BOB = tenant_key("alice"), tenant_key("bob")
-
-
-class StubbornFiles(FileSystem):
-    """Some files cannot be deleted at first."""
-
-    refusals = 0
-
-    def delete(self, number: int) -> None:
-        if self.refusals:
-            self.refusals -= 1
-            raise OSError(errno.EIO, "injected")
-        super().delete(number)
 
 
 def shared_file(folder: Path) -> tuple[TiersRig, StubbornFiles, list[bytes], list[bytes]]:
@@ -89,14 +76,20 @@ def test_of_all_that_is_cleared_each_file_counts_until_it_is_gone(
     assert served_after_restart(tmp_path, alices, bobs, more) == [0, 2, 0]
 
 
-def test_what_was_cleared_is_not_found_again_by_the_next_start(tmp_path: Path) -> None:
-    """The store ends while the file is being rewritten."""
-    alices, bobs = chain_keys("alice's", 2, "alice"), chain_keys("bob's", 2, "bob")
-    rig = StoreRig(tmp_path, disk=8 << 20)
+def shared_store(folder: Path) -> tuple[StoreRig, StoreClient, list[bytes], list[bytes]]:
+    """The same with real sockets and the thread."""
+    rig = StoreRig(folder, disk=8 << 20)
     client = rig.client()
+    alices, bobs = chain_keys("alice's", 2, "alice"), chain_keys("bob's", 2, "bob")
     rig.put(client, alices, tenant=ALICE)
     rig.put(client, bobs, tenant=BOB)
     rig.settle()
+    return rig, client, alices, bobs
+
+
+def test_what_was_cleared_is_not_found_again_by_the_next_start(tmp_path: Path) -> None:
+    """The store ends while the file is being rewritten."""
+    rig, _, alices, bobs = shared_store(tmp_path)
     disk = rig.space.tiers.disk
     assert disk is not None and rig.space.tiers.clear(ALICE).disk == 2
     disk.step(time.monotonic())
@@ -110,12 +103,7 @@ def test_what_was_cleared_is_not_found_again_by_the_next_start(tmp_path: Path) -
 
 
 def test_what_was_cleared_is_gone_when_another_model_comes(tmp_path: Path) -> None:
-    alices, bobs = chain_keys("alice's", 2, "alice"), chain_keys("bob's", 2, "bob")
-    rig = StoreRig(tmp_path, disk=8 << 20)
-    client = rig.client()
-    rig.put(client, alices, tenant=ALICE)
-    rig.put(client, bobs, tenant=BOB)
-    rig.settle()
+    rig, client, alices, bobs = shared_store(tmp_path)
     rig.space.tiers.clear(ALICE)
     client.close()
     rig.clients.remove(client)

@@ -6,7 +6,6 @@ becomes known a few outcomes at a time.
 
 from __future__ import annotations
 
-import errno
 import os
 import random
 import shutil
@@ -15,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from kvferry.kvstore import segments
-from kvferry.kvstore.disk_files import FileSystem
 from kvferry.tests.store_rig import chain_keys
-from kvferry.tests.tiers_rig import SPAN, TiersRig
+from kvferry.tests.tiers_rig import SPAN, StubbornFiles, TiersRig
 
 CAP = 64 * SPAN
 TENANTS = [b"t" * 16, b"u" * 16, b"v" * 16]
@@ -26,24 +24,12 @@ FAULTS = {"fail writes": 0.2, "fail reads": 0.1, "damage reads": 0.1, "fail dele
 OUTSIDE = {"unlink": 0.1, "truncate": 0.1, "rmtree": 0.02}
 
 
-class Files(FileSystem):
-    """Some files cannot be deleted at first."""
-
-    refusals = 0
-
-    def delete(self, number: int) -> None:
-        if self.refusals:
-            self.refusals -= 1
-            raise OSError(errno.EIO, "injected")
-        super().delete(number)
-
-
 class Fuzz:
     """One run: `step` does something, and proves all accounts."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.dice = random.Random(seed)
-        self.files = Files(folder)
+        self.files = StubbornFiles(folder)
         self.rig = TiersRig(folder, slots=48, cap=CAP, files=self.files)
         self.chains = [chain_keys(number, 4, str(number % 3)) for number in range(40)]
         self.num_loads = 0

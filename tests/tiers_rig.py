@@ -5,6 +5,7 @@ Every outcome comes in an order that the test chooses, so a seed is a whole run.
 
 from __future__ import annotations
 
+import errno
 import sys
 from pathlib import Path
 
@@ -21,6 +22,18 @@ from kvferry.tests.store_rig import TENANT, chain_keys, payload_of
 SIZE = 300
 SPAN = record_bytes(SIZE)
 FINGERPRINT = b"f" * 16
+
+
+class StubbornFiles(FileSystem):
+    """Some files cannot be deleted at first."""
+
+    refusals = 0
+
+    def delete(self, number: int) -> None:
+        if self.refusals:
+            self.refusals -= 1
+            raise OSError(errno.EIO, "injected")
+        super().delete(number)
 
 
 class TiersRig:
