@@ -230,7 +230,7 @@ class DiskTier:
             self._writes += 1
             self._give(MoveJob(source, target))
         if not self._moves:
-            self._delete(cleaning.segment)
+            self._emptied(cleaning.segment)
 
     def _emptied(self, segment: int) -> None:
         """Deletes what was cleaned. Not before the last move is known to have ended: until then
