@@ -10,7 +10,7 @@ serve: .venv/ready
 	@$(BIN)/kvferry serve $(ARGS)
 
 test: .venv/ready
-	@$(BIN)/python -m kvferry.tests.vocabularies
+	@$(BIN)/python -m kvferry.tests.rigs.models.vocabularies
 	@$(BIN)/pytest -n 2 --dist loadscope $(ARGS)
 
 test-clients: .venv/ready
@@ -32,10 +32,10 @@ bench-streams: .venv/ready
 	@$(BIN)/python -m kvferry.bench.streams $(ARGS)
 
 acceptance: .venv/ready
-	@$(BIN)/python -m kvferry.tests.acceptance $(ARGS)
+	@$(BIN)/python -m kvferry.tests.system.acceptance $(ARGS)
 
 soak: .venv/ready
-	@$(BIN)/python -m kvferry.tests.soak $(ARGS)
+	@$(BIN)/python -m kvferry.tests.system.soak $(ARGS)
 
 lock: .venv/ready
 	$(PIP) --upgrade --upgrade-strategy eager --editable '.[dev]' setuptools wheel

@@ -8,16 +8,16 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from kvferry.kvstore.errors import ConfigError
-from kvferry.kvstore.process import StatusPipe
+from kvferry.kvstore.process.process import StatusPipe
 
 _ROLES = {
-    "serve": ("kvferry.gateway.supervisor", "all roles on this host, supervised"),
+    "serve": ("kvferry.gateway.serve.supervisor", "all roles on this host, supervised"),
     "gateway": ("kvferry.gateway.server", "the HTTP API, for nodes that run elsewhere"),
-    "prefill": ("kvferry.prefill_node.node_main", "a node that computes prompts"),
-    "decode": ("kvferry.decode_node.node_main", "a node that generates tokens"),
-    "store": ("kvferry.kvstore.store_main", "keeps KV blocks in shared memory and on disk"),
-    "cache": ("kvferry.gateway.cache_main", "shows, keeps and clears what a running server has"),
-    "keys": ("kvferry.kvstore.curve_main", "makes keys for connections between hosts"),
+    "prefill": ("kvferry.prefill_node.main", "a node that computes prompts"),
+    "decode": ("kvferry.decode_node.main", "a node that generates tokens"),
+    "store": ("kvferry.kvstore.store.main", "keeps KV blocks in shared memory and on disk"),
+    "cache": ("kvferry.gateway.cli.cache", "shows, keeps and clears what a running server has"),
+    "keys": ("kvferry.kvstore.wire.curve_main", "makes keys for connections between hosts"),
 }
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import httpx
 
+from kvferry.bench.client.prompts import NoChats, Prompts, load_chats
 from kvferry.bench.machine import cores, cores_busy, this_machine
-from kvferry.bench.prompts import NoChats, Prompts, load_chats
 from kvferry.bench.report import Conditions, markdown, write_section
 from kvferry.bench.scenarios import (
     BadAnswer,
@@ -42,7 +42,7 @@ from kvferry.bench.tiers import (
 )
 from kvferry.bench.verdicts import Results, judge
 from kvferry.kvstore.errors import ConfigError
-from kvferry.kvstore.settings import flag, option_name, parse, positional
+from kvferry.kvstore.process.settings import flag, option_name, parse, positional
 
 
 @dataclass(frozen=True, slots=True)

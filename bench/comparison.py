@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.bench.report import table
-from kvferry.tests.oracle import TIE, Greedy, agree
+from kvferry.tests.rigs.models.oracle import TIE, Greedy, agree
 
 Row = tuple[str, ...]
 

@@ -21,18 +21,24 @@ from pathlib import Path
 import httpx
 import tokenizers
 
+from kvferry.bench.client.load import Answer, completion, together
+from kvferry.bench.client.prompts import NoChats, Prompts, load_chats
 from kvferry.bench.comparison import Outcome, Output, comparison, judge
 from kvferry.bench.expected import expected
-from kvferry.bench.load import Answer, completion, together
 from kvferry.bench.machine import cores, this_machine
-from kvferry.bench.prompts import NoChats, Prompts, load_chats
 from kvferry.bench.report import machine_lines, write_section
 from kvferry.bench.scenarios import BadAnswer, check_whole
 from kvferry.bench.server import Arrangement, Server, ServerFailed, explain, running
 from kvferry.bench.tiers import store_folder
 from kvferry.kvstore.errors import ConfigError
-from kvferry.kvstore.model_files import resolve_model
-from kvferry.kvstore.settings import default_cache_dir, flag, flag_from_environ, parse, positional
+from kvferry.kvstore.process.model_files import resolve_model
+from kvferry.kvstore.process.settings import (
+    default_cache_dir,
+    flag,
+    flag_from_environ,
+    parse,
+    positional,
+)
 
 LENGTHS = (5, 9, 16, 17, 33, 64, 100, 128, 129, 200, 256, 300, 400, 511, 512, 513,
            700, 900, 1100, 1300, 1600, 2000, 2500, 3000)  # fmt: skip

@@ -14,8 +14,8 @@ from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
 
-from kvferry.kvstore.model_files import content_digest
-from kvferry.tests.oracle import Greedy, greedy, load_oracle
+from kvferry.kvstore.process.model_files import content_digest
+from kvferry.tests.rigs.models.oracle import Greedy, greedy, load_oracle
 
 Progress = Callable[[str], None]
 

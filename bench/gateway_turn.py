@@ -20,22 +20,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from kvferry.bench.figures import percentile
-from kvferry.bench.prompts import NoChats, load_conversations
-from kvferry.gateway.block_keys import KeyChain
-from kvferry.gateway.chat_ids import ChatEncoder
-from kvferry.gateway.chat_template import ChatMessage, ChatTemplate
+from kvferry.bench.client.figures import percentile
+from kvferry.bench.client.prompts import NoChats, load_conversations
 from kvferry.gateway.config import GatewayConfig
-from kvferry.gateway.conversation import Conversation, render
-from kvferry.gateway.model import ServedModel, load_model
-from kvferry.gateway.parameters import read_chat
-from kvferry.gateway.prompts import KEY_CHAIN_BYTES, PromptMaker, Shape
-from kvferry.gateway.routing import KnownKeys
-from kvferry.gateway.schemas import ChatRequest
+from kvferry.gateway.prompt.block_keys import KeyChain
+from kvferry.gateway.prompt.chat_ids import ChatEncoder
+from kvferry.gateway.prompt.chat_template import ChatMessage, ChatTemplate
+from kvferry.gateway.prompt.conversation import Conversation, render
+from kvferry.gateway.prompt.model import ServedModel, load_model
+from kvferry.gateway.prompt.prompts import KEY_CHAIN_BYTES, PromptMaker, Shape
+from kvferry.gateway.protocols.parameters import read_chat
+from kvferry.gateway.protocols.schemas import ChatRequest
+from kvferry.gateway.router.policy import KnownKeys
 from kvferry.kvstore.keys import KEY_BYTES, root_key
-from kvferry.kvstore.model_files import resolve_model
-from kvferry.kvstore.node_messages import KeyBatch
-from kvferry.kvstore.settings import default_cache_dir
+from kvferry.kvstore.process.model_files import resolve_model
+from kvferry.kvstore.process.settings import default_cache_dir
+from kvferry.kvstore.wire.status import KeyBatch
 
 SIZES = (1_000, 10_000, 100_000)
 NEW_TOKENS = 200

@@ -22,13 +22,13 @@ from pathlib import Path
 
 import msgspec
 
-from kvferry.kvstore.arena import Arena, Block
-from kvferry.kvstore.disk import DiskWorker, Job, ReadJob
-from kvferry.kvstore.disk_files import FileSystem
 from kvferry.kvstore.keys import checksum
-from kvferry.kvstore.record import record_bytes
-from kvferry.kvstore.segments import SegmentIndex
-from kvferry.kvstore.tiers import Handed, Tiers
+from kvferry.kvstore.tiers.cache import Handed, Tiers
+from kvferry.kvstore.tiers.disk.files import FileSystem
+from kvferry.kvstore.tiers.disk.record import record_bytes
+from kvferry.kvstore.tiers.disk.segments import SegmentIndex
+from kvferry.kvstore.tiers.disk.worker import DiskWorker, Job, ReadJob
+from kvferry.kvstore.tiers.host import Arena, Block
 
 PAYLOAD_BYTES = 64
 CAPACITIES = {512: (2_000, 6_000, 20_000, 60_000), 64: (4_096, 8_192, 16_384, 32_768)}

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvferry.bench.figures import Spread, gaps, spread
+from kvferry.bench.client.figures import Spread, gaps, spread
 from kvferry.bench.machine import Machine
 from kvferry.bench.scenarios import (
     SHORT_PROMPT,

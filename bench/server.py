@@ -22,9 +22,9 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from kvferry.bench.load import Target
-from kvferry.kvstore.process import die_with_parent
-from kvferry.kvstore.settings import without_settings
+from kvferry.bench.client.load import Target
+from kvferry.kvstore.process.process import die_with_parent
+from kvferry.kvstore.process.settings import without_settings
 
 READY_S = 600
 """The first start may convert the model."""

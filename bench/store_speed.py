@@ -29,12 +29,12 @@ import zmq
 from numpy.typing import NDArray
 
 from kvferry.bench.verdicts import Verdict
+from kvferry.kvstore.client.client import StoreClient, Transfer
 from kvferry.kvstore.keys import chain, checksum, root_key, tenant_key
-from kvferry.kvstore.link import Client
-from kvferry.kvstore.link_messages import Hello
-from kvferry.kvstore.sockets import new_incarnation
-from kvferry.kvstore.store_client import StoreClient, Transfer
-from kvferry.kvstore.wire import PROTOCOL
+from kvferry.kvstore.wire.client import Client
+from kvferry.kvstore.wire.codec import PROTOCOL
+from kvferry.kvstore.wire.hello import Hello
+from kvferry.kvstore.wire.sockets import new_incarnation
 
 ROUNDS = 7
 SMOLLM2_BLOCK_BYTES = 368_640

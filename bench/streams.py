@@ -20,11 +20,11 @@ from pathlib import Path
 
 import httpx
 
-from kvferry.bench.load import Answer, Target, completion, stream
+from kvferry.bench.client.load import Answer, Target, completion, stream
 from kvferry.bench.machine import this_machine
 from kvferry.bench.server import Arrangement, running
-from kvferry.kernels.standin import StandinConfig, standin_reply, write_standin_model
-from kvferry.kvstore.settings import flag, parse
+from kvferry.kernels.engines.standin import StandinConfig, standin_reply, write_standin_model
+from kvferry.kvstore.process.settings import flag, parse
 
 LAG_LIMIT_S = 0.02
 PROMPT = 32

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import numpy as np
 
-from kvferry.bench.figures import Spread, spread
-from kvferry.bench.load import Answer, Ask, completion
+from kvferry.bench.client.figures import Spread, spread
+from kvferry.bench.client.load import Answer, Ask, completion
 from kvferry.bench.scenarios import BadAnswer, Cluster, warm_up
 from kvferry.bench.server import Arrangement
 from kvferry.bench.store_speed import drop_page_cache, rate

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.bench.figures import Spread, gaps, spread
+from kvferry.bench.client.figures import Spread, gaps, spread
 from kvferry.bench.scenarios import DecodeRounds, Interference, TtftRounds
 
 HANDOFF_SHARE = 0.03

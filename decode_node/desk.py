@@ -14,7 +14,7 @@ from kvferry.decode_node.request import Request, Sequence, open_request, open_se
 from kvferry.decode_node.scheduler import DecodeScheduler
 from kvferry.decode_node.stepper import Produced
 from kvferry.kernels.engine import EngineSpec
-from kvferry.kvstore.generation_messages import (
+from kvferry.kvstore.wire.generation import (
     Abort,
     Done,
     Generate,
@@ -26,7 +26,7 @@ from kvferry.kvstore.generation_messages import (
     Stop,
     Token,
 )
-from kvferry.kvstore.router import Peer, Server
+from kvferry.kvstore.wire.server import Peer, Server
 
 REMEMBERED = 4096
 """How many ended requests are known: a repeated `Generate` does not run again, and a lost `Done` is

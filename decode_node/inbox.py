@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Generic, NamedTuple, TypeVar
 
-from kvferry.kvstore.handoff_messages import Accepted, Blocks, Complete, Lent
+from kvferry.kvstore.wire.handoff import Accepted, Blocks, Complete, Lent
 
 Owner = TypeVar("Owner")
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterator
 
 import zmq
 
-from kvferry.kvstore.link import Client, LinkState
-from kvferry.kvstore.node_messages import StepNotice
-from kvferry.kvstore.sparse_log import SparseLog
-from kvferry.kvstore.wire import AnyMessage
+from kvferry.kvstore.process.sparse_log import SparseLog
+from kvferry.kvstore.wire.client import Client, LinkState
+from kvferry.kvstore.wire.codec import AnyMessage
+from kvferry.kvstore.wire.status import StepNotice
 
 AVOID_SECONDS = 10.0
 """How long nothing is asked of a prefill node that failed without dying."""

@@ -25,19 +25,19 @@ from kvferry.decode_node.request import Phase, Sequence
 from kvferry.decode_node.scheduler import DecodeScheduler, Limits
 from kvferry.decode_node.stepper import Filled, Stepper, filled
 from kvferry.kernels.engine import Engine
-from kvferry.kvstore.announce import Announcer, NodeState, StepClock
-from kvferry.kvstore.blocks import BlockPool
-from kvferry.kvstore.collector import Collector
-from kvferry.kvstore.debug import DebugDesk, DebugSwitches
-from kvferry.kvstore.generation_messages import Abort, Generate, Inquire, Stop
+from kvferry.kvstore.client.client import StoreClient
+from kvferry.kvstore.client.connector import LEAST_PATIENCE_S, UNMEASURED_S, Loaded, Loader
 from kvferry.kvstore.keys import matchable_blocks
-from kvferry.kvstore.link import Client
-from kvferry.kvstore.loader import LEAST_PATIENCE_S, UNMEASURED_S, Loaded, Loader
-from kvferry.kvstore.node_messages import CacheReset, DebugRequest, Drain, ResetCache, Resync
-from kvferry.kvstore.router import FromPeer, Server
-from kvferry.kvstore.shared_memory import memory_is_short
-from kvferry.kvstore.store_client import StoreClient
-from kvferry.kvstore.watch import StallWatch
+from kvferry.kvstore.node.announce import Announcer, NodeState, StepClock
+from kvferry.kvstore.node.debug import DebugDesk, DebugSwitches
+from kvferry.kvstore.node.watch import StallWatch
+from kvferry.kvstore.process.collector import Collector
+from kvferry.kvstore.tiers.device import BlockPool
+from kvferry.kvstore.tiers.shared_memory import memory_is_short
+from kvferry.kvstore.wire.client import Client
+from kvferry.kvstore.wire.generation import Abort, Generate, Inquire, Stop
+from kvferry.kvstore.wire.server import FromPeer, Server
+from kvferry.kvstore.wire.status import CacheReset, DebugRequest, Drain, ResetCache, Resync
 
 log = logging.getLogger(__name__)
 

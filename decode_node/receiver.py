@@ -15,8 +15,14 @@ from kvferry.decode_node.inbox import LIVE, Inbox, Transfer, TransferState, Wind
 from kvferry.decode_node.links import PrefillLinks
 from kvferry.decode_node.request import Phase, Sequence
 from kvferry.kernels.engine import Engine
-from kvferry.kvstore.blocks import BlockPool
-from kvferry.kvstore.handoff_messages import (
+from kvferry.kvstore.client.client import StoreClient
+from kvferry.kvstore.client.puts import SlotRef
+from kvferry.kvstore.keys import checksum, pack_tokens
+from kvferry.kvstore.process.sparse_log import SparseLog
+from kvferry.kvstore.tiers.device import BlockPool
+from kvferry.kvstore.wire.client import Client
+from kvferry.kvstore.wire.codec import AnyMessage
+from kvferry.kvstore.wire.handoff import (
     AbortTransfer,
     Accepted,
     Blocks,
@@ -29,13 +35,7 @@ from kvferry.kvstore.handoff_messages import (
     Progress,
     TransferAborted,
 )
-from kvferry.kvstore.keys import checksum, pack_tokens
-from kvferry.kvstore.link import Client
-from kvferry.kvstore.node_messages import StepNotice
-from kvferry.kvstore.sparse_log import SparseLog
-from kvferry.kvstore.store_client import StoreClient
-from kvferry.kvstore.store_puts import SlotRef
-from kvferry.kvstore.wire import AnyMessage
+from kvferry.kvstore.wire.status import StepNotice
 
 TRANSFER_WINDOW = 32 << 20
 NODE_WINDOW = 64 << 20

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from kvferry.kernels.sampling import SamplingParams
-from kvferry.kvstore.generation_messages import Generate, PromptSources, Stages
-from kvferry.kvstore.handoff_messages import Accepted
 from kvferry.kvstore.keys import chain, split_keys, unpack_tokens
-from kvferry.kvstore.router import Peer
+from kvferry.kvstore.wire.generation import Generate, PromptSources, Stages
+from kvferry.kvstore.wire.handoff import Accepted
+from kvferry.kvstore.wire.server import Peer
 
 
 class Phase(Enum):

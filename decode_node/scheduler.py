@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvferry.decode_node.request import Phase, Request, Sequence
-from kvferry.kvstore.blocks import BlockPool
-from kvferry.kvstore.chunks import blocks_for, chunk_end, urgency
 from kvferry.kvstore.keys import matchable_blocks, next_key
+from kvferry.kvstore.node.chunks import blocks_for, chunk_end, urgency
+from kvferry.kvstore.tiers.device import BlockPool
 
 GROWTH_TOKENS = 64
 

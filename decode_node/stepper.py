@@ -13,7 +13,7 @@ from kvferry.decode_node.request import Phase, Request, Sequence, prompt_sources
 from kvferry.decode_node.scheduler import DecodeScheduler, Plan
 from kvferry.kernels.engine import Batch, Engine, Logits, Span
 from kvferry.kernels.sampling import Sampled, sample
-from kvferry.kvstore.generation_messages import Token
+from kvferry.kvstore.wire.generation import Token
 
 
 @dataclass(frozen=True, slots=True)

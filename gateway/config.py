@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from kvferry.kvstore.settings import Size, default_cache_dir, flag, flag_from_environ, positional
+from kvferry.kvstore.process.settings import (
+    Size,
+    default_cache_dir,
+    flag,
+    flag_from_environ,
+    positional,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ import orjson
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from kvferry.kvstore.generation_messages import Rejected
+from kvferry.kvstore.wire.generation import Rejected
 
 MAX_MESSAGE = 1000
 """Characters of one error message: what a client sent is never echoed at length."""

@@ -19,21 +19,21 @@ import zmq
 from prometheus_client import disable_created_metrics
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from kvferry.gateway.app import build_app
 from kvferry.gateway.config import GatewayConfig
 from kvferry.gateway.errors import BadRequest, shutting_down
-from kvferry.gateway.model import ServedModel, load_model
-from kvferry.gateway.nodes import Nodes
+from kvferry.gateway.http.app import build_app
+from kvferry.gateway.prompt.model import ServedModel, load_model
+from kvferry.gateway.router.nodes import Nodes
 from kvferry.gateway.service import Gateway
-from kvferry.kvstore.collector import Collector
-from kvferry.kvstore.curve import load_keys
 from kvferry.kvstore.errors import ConfigError
-from kvferry.kvstore.link_messages import Hello
-from kvferry.kvstore.logs import set_up_logging
-from kvferry.kvstore.process import StatusPipe
-from kvferry.kvstore.settings import parse
-from kvferry.kvstore.sockets import new_incarnation
-from kvferry.kvstore.wire import PROTOCOL
+from kvferry.kvstore.process.collector import Collector
+from kvferry.kvstore.process.logs import set_up_logging
+from kvferry.kvstore.process.process import StatusPipe
+from kvferry.kvstore.process.settings import parse
+from kvferry.kvstore.wire.codec import PROTOCOL
+from kvferry.kvstore.wire.curve import load_keys
+from kvferry.kvstore.wire.hello import Hello
+from kvferry.kvstore.wire.sockets import new_incarnation
 
 log = logging.getLogger(__name__)
 

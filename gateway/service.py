@@ -15,20 +15,20 @@ from dataclasses import dataclass
 from threading import Barrier
 from typing import TypeVar
 
-from kvferry.gateway.apart import Apart
 from kvferry.gateway.auth import Keys
 from kvferry.gateway.config import GatewayConfig
 from kvferry.gateway.errors import Aborted, ApiError, Unavailable, shutting_down
-from kvferry.gateway.generate import Generation, Patience, Update, no_node
-from kvferry.gateway.last_prompts import LastPrompts
-from kvferry.gateway.metrics import Metrics
-from kvferry.gateway.model import ServedModel
-from kvferry.gateway.nodes import Nodes, NoNode
-from kvferry.gateway.pacing import Turnstile
-from kvferry.gateway.parameters import Params
-from kvferry.gateway.prompts import Prompt, PromptMaker, Shape
-from kvferry.gateway.reading import Reader
-from kvferry.gateway.tracing import open_tracer
+from kvferry.gateway.intake.reader import Reader
+from kvferry.gateway.intake.worker import Apart
+from kvferry.gateway.params import Params
+from kvferry.gateway.prompt.last_prompts import LastPrompts
+from kvferry.gateway.prompt.model import ServedModel
+from kvferry.gateway.prompt.prompts import Prompt, PromptMaker, Shape
+from kvferry.gateway.router.generation import Generation, Patience, Update, no_node
+from kvferry.gateway.router.nodes import Nodes, NoNode
+from kvferry.gateway.router.pacing import Turnstile
+from kvferry.gateway.telemetry.metrics import Metrics
+from kvferry.gateway.telemetry.tracing import open_tracer
 
 TOKENIZER_THREADS = 2
 REQUESTS_A_TURN = 4

@@ -10,8 +10,8 @@ import json
 from pathlib import Path
 
 from kvferry.kernels.engine import Engine
+from kvferry.kernels.engines.standin import MODEL_TYPE, load_standin_engine, read_standin_config
 from kvferry.kernels.errors import ModelError
-from kvferry.kernels.standin import MODEL_TYPE, load_standin_engine, read_standin_config
 
 BLOCK_SIZES = (8, 16, 32, 64)
 
@@ -52,8 +52,8 @@ def load_engine(
         return load_standin_engine(
             folder, block_size=block_size, num_blocks=blocks, max_model_len=max_model_len
         )
+    from kvferry.kernels.engines.torch import load_torch_engine
     from kvferry.kernels.model_config import read_facts, resolve_device
-    from kvferry.kernels.torch_engine import load_torch_engine
 
     facts = read_facts(
         folder, dtype=dtype, device=resolve_device(device), max_model_len=max_model_len

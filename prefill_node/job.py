@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from kvferry.kvstore.handoff_messages import Offer
 from kvferry.kvstore.keys import KEY_BYTES, split_keys, unpack_tokens
-from kvferry.kvstore.router import Peer
+from kvferry.kvstore.wire.handoff import Offer
+from kvferry.kvstore.wire.server import Peer
 
 MAX_CREDIT_BYTES = 256 << 20
 """What one transfer may have under way, whatever its receiver says that it can take: what it does

@@ -11,10 +11,10 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kvferry.kvstore.handoff_messages import Credit
-from kvferry.kvstore.router import Peer
-from kvferry.kvstore.store_client import StoreClient
-from kvferry.kvstore.store_puts import Read, SlotRef
+from kvferry.kvstore.client.client import StoreClient
+from kvferry.kvstore.client.puts import Read, SlotRef
+from kvferry.kvstore.wire.handoff import Credit
+from kvferry.kvstore.wire.server import Peer
 from kvferry.prefill_node.job import Job
 
 REMIND_SECONDS = 2.0

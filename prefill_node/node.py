@@ -20,11 +20,15 @@ from math import inf
 import zmq
 
 from kvferry.kernels.engine import Batch, Engine, Span
-from kvferry.kvstore.announce import Announcer, NodeState, StepClock
-from kvferry.kvstore.blocks import BlockPool
-from kvferry.kvstore.collector import Collector
-from kvferry.kvstore.debug import DebugDesk, DebugSwitches
-from kvferry.kvstore.handoff_messages import (
+from kvferry.kvstore.client.client import StoreClient
+from kvferry.kvstore.client.connector import LEAST_PATIENCE_S, UNMEASURED_S, Loaded, Loader
+from kvferry.kvstore.node.announce import Announcer, NodeState, StepClock
+from kvferry.kvstore.node.debug import DebugDesk, DebugSwitches
+from kvferry.kvstore.node.watch import StallWatch
+from kvferry.kvstore.process.collector import Collector
+from kvferry.kvstore.tiers.device import BlockPool
+from kvferry.kvstore.tiers.shared_memory import memory_is_short
+from kvferry.kvstore.wire.handoff import (
     AbortTransfer,
     Accepted,
     Credit,
@@ -33,12 +37,8 @@ from kvferry.kvstore.handoff_messages import (
     Progress,
     TransferAborted,
 )
-from kvferry.kvstore.loader import LEAST_PATIENCE_S, UNMEASURED_S, Loaded, Loader
-from kvferry.kvstore.node_messages import CacheReset, DebugRequest, Drain, ResetCache, Resync
-from kvferry.kvstore.router import FromPeer, Peer, Server
-from kvferry.kvstore.shared_memory import memory_is_short
-from kvferry.kvstore.store_client import StoreClient
-from kvferry.kvstore.watch import StallWatch
+from kvferry.kvstore.wire.server import FromPeer, Peer, Server
+from kvferry.kvstore.wire.status import CacheReset, DebugRequest, Drain, ResetCache, Resync
 from kvferry.prefill_node.job import Job, JobState
 from kvferry.prefill_node.lending import Lending
 from kvferry.prefill_node.offers import Offers

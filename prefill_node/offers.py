@@ -11,8 +11,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from kvferry.kernels.engine import Engine
-from kvferry.kvstore.handoff_messages import Declined, Offer, TransferAborted
-from kvferry.kvstore.router import Peer, Server
+from kvferry.kvstore.wire.handoff import Declined, Offer, TransferAborted
+from kvferry.kvstore.wire.server import Peer, Server
 from kvferry.prefill_node.job import Job, open_job
 from kvferry.prefill_node.scheduler import PrefillScheduler
 

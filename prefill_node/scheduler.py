@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvferry.kvstore.blocks import BlockPool
-from kvferry.kvstore.chunks import chunk_end, urgency
+from kvferry.kvstore.node.chunks import chunk_end, urgency
+from kvferry.kvstore.tiers.device import BlockPool
 from kvferry.prefill_node.job import Job, JobState
 
 

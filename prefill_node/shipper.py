@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections import Counter
 
 from kvferry.kernels.engine import Engine
-from kvferry.kvstore.handoff_messages import Blocks, Complete, Lent
 from kvferry.kvstore.keys import checksum
-from kvferry.kvstore.router import Server
+from kvferry.kvstore.wire.handoff import Blocks, Complete, Lent
+from kvferry.kvstore.wire.server import Server
 from kvferry.prefill_node.job import Job, JobState
 from kvferry.prefill_node.lending import Lending
 from kvferry.prefill_node.scheduler import PrefillScheduler

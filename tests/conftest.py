@@ -12,13 +12,13 @@ from hypothesis import HealthCheck, settings
 from xdist.remote import Producer  # type: ignore[import-untyped]
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
-from kvferry.kernels.standin import write_standin_model
-from kvferry.kvstore.model_files import resolve_model
-from kvferry.kvstore.store_space import StoreSizes
-from kvferry.tests.harness import Cluster
-from kvferry.tests.served import Served
-from kvferry.tests.store_rig import MakeRig, StoreRig
-from kvferry.tests.vocabularies import vocabularies
+from kvferry.kernels.engines.standin import write_standin_model
+from kvferry.kvstore.process.model_files import resolve_model
+from kvferry.kvstore.store.space import StoreSizes
+from kvferry.tests.rigs.handoff.cluster import Cluster
+from kvferry.tests.rigs.models.vocabularies import vocabularies
+from kvferry.tests.rigs.servers.served import Served
+from kvferry.tests.rigs.store.rig import MakeRig, StoreRig
 
 # Before anything imports torch: spinning OpenMP threads starve the servers under test.
 os.environ |= {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0"}
@@ -30,22 +30,15 @@ settings.register_profile(
 settings.load_profile("here")
 
 
-SERVERS = frozenset(
-    f"test_{name}"
-    for name in (
-        *("curve", "disconnects", "equality", "gateway_process", "many_requests", "openai_client"),
-        *("serve", "several", "soak", "socket_abuse", "store_process", "supervisor"),
-    )
-)
-"""Modules that start whole servers: one after another, however many workers there are."""
-
-
 class ByModule(LoadScopeScheduling):  # type: ignore[misc]
-    """A worker runs a module in one piece, so that its fixtures are made once."""
+    """A worker runs a module in one piece, so that its fixtures are made once.
+
+    What starts whole servers (`tests/system`) runs in one worker, one after another.
+    """
 
     def _split_scope(self, nodeid: str) -> str:
-        module = Path(nodeid.split("::", 1)[0]).stem
-        return "servers" if module in SERVERS else module
+        module = Path(nodeid.split("::", 1)[0])
+        return "servers" if "system" in module.parts else str(module)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> ByModule:

@@ -6,7 +6,9 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,41 @@ MAY_IMPORT = {
     "decode_node": {"decode_node", "kvstore", "kernels"},
     "__main__": {"kvstore"},
 }
+GATEWAY_BASE = {"errors", "config", "params", "auth"}
+ROOMS: dict[str, dict[str, set[str]]] = {
+    "kvstore": {
+        "errors": set(),
+        "keys": {"errors"},
+        "process": {"errors", "keys"},
+        "wire": {"errors", "keys", "process"},
+        "tiers": {"errors", "keys", "process"},
+        "client": {"errors", "keys", "process", "wire", "tiers"},
+        "node": {"errors", "keys", "process", "wire", "tiers", "client"},
+        "store": {"errors", "keys", "process", "wire", "tiers", "node"},
+    },
+    "gateway": {
+        **{name: GATEWAY_BASE - {name} for name in GATEWAY_BASE},
+        "tokenizer": GATEWAY_BASE,
+        "output": GATEWAY_BASE | {"tokenizer"},
+        "prompt": GATEWAY_BASE | {"tokenizer", "output"},
+        "router": GATEWAY_BASE | {"tokenizer", "output", "prompt"},
+        "protocols": GATEWAY_BASE | {"tokenizer", "output", "prompt", "router"},
+        "intake": GATEWAY_BASE | {"tokenizer", "output", "prompt", "router", "protocols"},
+        "telemetry": GATEWAY_BASE | {"tokenizer", "output", "prompt", "router", "protocols"},
+        "service": GATEWAY_BASE
+        | {"tokenizer", "output", "prompt", "router", "protocols", "intake", "telemetry"},
+        "http": GATEWAY_BASE
+        | {"tokenizer", "output", "prompt", "router", "protocols", "intake", "telemetry"}
+        | {"service"},
+        "server": GATEWAY_BASE | {"tokenizer", "output", "prompt", "router", "service", "http"},
+        "serve": set(),
+        "cli": set(),
+    },
+}
+"""Which rooms of its own package a room, or a module beside the rooms, may import."""
+
+MOST_FILES = 14
+PACKAGES = (*(name for name in MAY_IMPORT if name != "__main__"), "bench", "tests")
 WITHOUT_TORCH = ("kvstore", "gateway", "__main__")
 TENSOR_LIBRARIES = {"torch", "transformers", "flashinfer"}
 PICKLERS = {"pickle", "cloudpickle", "dill", "marshal", "shelve", "multiprocessing"}
@@ -36,6 +73,7 @@ def package_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
+@cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
@@ -62,6 +100,32 @@ def test_packages_import_only_what_lies_below_them(module: Path) -> None:
     assert ours <= MAY_IMPORT[package_of(module)]
 
 
+def test_rooms_import_only_what_lies_below_them(module: Path) -> None:
+    package, *rest = module.relative_to(ROOT).parts
+    rooms = ROOMS.get(package, {})
+    if not rooms or rest == ["__init__.py"]:
+        return
+    room = rest[0].removesuffix(".py")
+    assert room in rooms, "a room that has no rule yet"
+    names = [name.split(".") for name in imports(tree_of(module))]
+    others = {name[2] for name in names if name[:2] == ["kvferry", package]} - {room}
+    assert others <= rooms[room]
+
+
+def test_no_folder_is_crowded() -> None:
+    inside = [path for package in PACKAGES for path in (ROOT / package).rglob("*/")]
+    for folder in (*(ROOT / package for package in PACKAGES), *inside):
+        files = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+        assert len(files) <= MOST_FILES, f"{folder.relative_to(ROOT)} has {len(files)} files"
+
+
+def test_the_wheel_has_every_package() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    folders = {module.parent for module in MODULES if module.parent != ROOT}
+    there = {".".join(("kvferry", *folder.relative_to(ROOT).parts)) for folder in folders}
+    assert {"kvferry", *there} == set(listed)
+
+
 def test_only_nodes_and_kernels_touch_tensors(module: Path) -> None:
     tops = {name.split(".")[0] for name in imports(tree_of(module))}
     if package_of(module) in WITHOUT_TORCH:
@@ -77,7 +141,10 @@ def test_nothing_pickles(module: Path) -> None:
 
 
 def test_only_the_settings_read_the_environment(module: Path) -> None:
-    if module.relative_to(ROOT).as_posix() in ("kvstore/settings.py", "kvstore/process.py"):
+    if module.relative_to(ROOT).as_posix() in (
+        "kvstore/process/settings.py",
+        "kvstore/process/process.py",
+    ):
         return
     nodes = [node for node in ast.walk(tree_of(module)) if isinstance(node, ast.expr)]
     parts = [
@@ -107,9 +174,10 @@ def test_every_test_that_the_documents_name_exists() -> None:
     found = {one for path in documents for one in NAMED.findall(path.read_text())}
     assert len(found) > 20
     for file, test in sorted(found):
-        assert (ROOT / "tests" / file).is_file(), file
+        places = list((ROOT / "tests").rglob(file))
+        assert len(places) == 1, f"{file}: {places}"
         if test:
-            functions = ast.walk(tree_of(ROOT / "tests" / file))
+            functions = ast.walk(tree_of(places[0]))
             names = {it.name for it in functions if isinstance(it, ast.FunctionDef)}
             assert test in names, f"{file} has no {test}"
 
@@ -137,6 +205,7 @@ def test_help_loads_nothing_heavy() -> None:
 
 
 def test_the_gateway_loads_no_torch() -> None:
-    names = [path.stem for path in (ROOT / "gateway").glob("*.py") if path.stem != "__init__"]
-    loaded = loaded_by("import " + ", ".join(f"kvferry.gateway.{name}" for name in names))
+    paths = [module.relative_to(ROOT) for module in MODULES if package_of(module) == "gateway"]
+    names = [".".join(("kvferry", *path.with_suffix("").parts)) for path in paths]
+    loaded = loaded_by("import " + ", ".join(name.removesuffix(".__init__") for name in names))
     assert not loaded & TENSOR_LIBRARIES

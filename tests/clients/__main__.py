@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvferry.kvstore.model_files import resolve_model
+from kvferry.kvstore.process.model_files import resolve_model
 from kvferry.tests.clients import agents, install
-from kvferry.tests.served import Served
+from kvferry.tests.rigs.servers.served import Served
 
 CASES = ("plain", "second", "over-length", "cancelled", "streamed")
 BLOCK = 16

@@ -1,0 +1,1 @@
+"""HTTP in and out: endpoints, access, server-sent events, and what an operator asks."""

@@ -1,0 +1,145 @@
+"""What an operator or a test may ask of the whole deployment: the ledger, and faults on purpose.
+
+Owns the gateway's own part of the ledger and the questions to all nodes, each of which has a moment
+to answer; who cannot is in the answer all the same. Asking changes nothing; faults need the test
+hooks, and a node that was started without them refuses. It knows no path and no key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import orjson
+from msgspec import Struct
+
+from kvferry.gateway.errors import BadRequest
+from kvferry.gateway.router.link import Node
+from kvferry.gateway.router.nodes import Nodes
+from kvferry.gateway.service import Gateway
+from kvferry.kvstore.node.ledger import check_figures, process_figures
+from kvferry.kvstore.wire.faults import FaultInjector, rules_from_json
+
+ANSWER_SECONDS = 2.0
+GATEWAY = "gateway"
+
+
+class FaultsRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The body of `POST /debug/faults`."""
+
+    node: str
+    """`all` nodes, those of a role, one by its name or address, or `gateway`."""
+    rules: list[dict[str, Any]] | None = None
+    """Faults of the frames that it sends, in place of earlier ones."""
+    hold: list[str] | None = None
+    """Stages at which requests stop until another list is sent."""
+    preempt: int = 0
+    """Sequences that a decode node preempts, the youngest first."""
+    seed: int = 0
+    store: dict[str, Any] | None = None
+    """Faults of a store's tiers."""
+    clear: bool = False
+    """Everything as it was."""
+
+
+async def ledger(gateway: Gateway) -> dict[str, Any]:
+    """What every process has in use."""
+    return {"gateway": _own(gateway), "nodes": await _ask_all(gateway.nodes, "ledger", b"")}
+
+
+async def inject(gateway: Gateway, asked: FaultsRequest) -> dict[str, Any]:
+    """Passes faults on, and says what each process made of them.
+
+    Raises
+    ------
+    BadRequest
+        There is no such node, or a rule makes no sense.
+    """
+    try:
+        rules = rules_from_json(asked.rules or [])
+    except ValueError as error:
+        raise BadRequest(str(error), param="rules") from error
+    if asked.node == GATEWAY:
+        if asked.hold or asked.preempt or asked.store:
+            param = "hold" if asked.hold else "preempt" if asked.preempt else "store"
+            raise BadRequest("The gateway has rules only.", param=param)
+        if asked.clear or asked.rules is not None:
+            gateway.nodes.inject(FaultInjector(rules, asked.seed) if rules else None)
+        return {"gateway": {"rules": len(rules)}, "nodes": []}
+    chosen = [node for node in gateway.nodes if asked.node in _names(gateway.nodes, node)]
+    if not chosen:
+        known = ", ".join(name for _, name in gateway.nodes.named())
+        text = f"No node is called {asked.node[:100]!r}: there are {known}, roles, all and gateway."
+        raise BadRequest(text, param="node")
+    body = {name: value for name, value in _fields(asked) if name != "node"}
+    return {"nodes": await _ask_all(gateway.nodes, "faults", orjson.dumps(body), chosen)}
+
+
+def _fields(asked: FaultsRequest) -> Iterable[tuple[str, Any]]:
+    told: dict[str, Any] = msgspec.to_builtins(asked)
+    return told.items()
+
+
+# -- the gateway itself ----------------------------------------------------------------------------
+
+
+def _own(gateway: Gateway) -> dict[str, Any]:
+    nodes = gateway.nodes
+    return {
+        "requests": len(gateway.open),
+        "choices": sum(generation.choices for generation in gateway.open),
+        "unanswered": gateway.unanswered(),
+        "waiting_for_a_node": nodes.parked,
+        "draining": gateway.draining,
+        "loop_lag_ms": round(1e3 * nodes.lag, 3),
+        "check": check_figures({"nodes": nodes.check, "service": gateway.check}),
+        "process": process_figures(),
+        "links": [_link(name, node) for node, name in nodes.named()],
+    }
+
+
+def _link(name: str, node: Node) -> dict[str, Any]:
+    return {
+        "name": name,
+        "role": node.role,
+        "address": node.address,
+        "state": node.state,
+        "requests": len(node.requests),
+        "pending_tokens": node.book.pending,
+        "keys": len(node.keys),
+        "keys_synced": node.keys.synced,
+        "counters": dict(node.counters),
+        "faults": node.faults.counters if node.faults is not None else {},
+    }
+
+
+# -- nodes -----------------------------------------------------------------------------------------
+
+
+def _names(nodes: Nodes, node: Node) -> tuple[str, ...]:
+    own = next(name for other, name in nodes.named() if other is node)
+    return ("all", node.role, node.address, own)
+
+
+async def _ask_all(
+    nodes: Nodes, kind: str, body: bytes, chosen: Iterable[Node] | None = None
+) -> list[dict[str, Any]]:
+    asked = [(node, name) for node, name in nodes.named() if chosen is None or node in chosen]
+    replies = await asyncio.gather(*(node.ask(kind, body, ANSWER_SECONDS) for node, _ in asked))
+    return [
+        _read(reply) | {"name": name, "role": node.role, "address": node.address}
+        for (node, name), reply in zip(asked, replies, strict=True)
+    ]
+
+
+def _read(reply: bytes | None) -> dict[str, Any]:
+    if reply is None:
+        return {"error": f"no answer within {ANSWER_SECONDS:g} s"}
+    try:
+        said = orjson.loads(reply)
+        orjson.dumps(said)  # it reads deeper nesting than it writes
+    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
+        said = None
+    return said if isinstance(said, dict) else {"error": "an answer that is no JSON object"}

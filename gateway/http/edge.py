@@ -1,0 +1,122 @@
+"""What holds for every HTTP request, whatever its path.
+
+Owns the request's id, who it is from, the form in which anything unforeseen is answered, and that
+it is counted, traced and logged once. Only a few paths are open without a key; every other one,
+known or not, needs one. It knows no body and no model.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvferry.gateway.errors import ApiError, EngineFailure, Unauthorized, to_response
+from kvferry.gateway.http.sse import ClientGone
+from kvferry.gateway.service import Gateway, Origin
+from kvferry.gateway.telemetry.access_log import Record, log_request
+
+log = logging.getLogger(__name__)
+
+OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/ready", "/readyz", "/version"})
+ADMIN_PREFIXES = ("/admin", "/debug", "/flush_cache", "/reset_prefix_cache", "/server_info")
+ABORT_PATHS = frozenset({"/abort_request", "/v1/abort"})
+"""For the operator's key too, which reaches everybody's requests."""
+CLIENT_GONE = 499
+"""The log's status for a client that left first."""
+
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._:+/=-]{1,128}")
+
+
+def record_of(request: Request) -> Record:
+    """The record of a request that came through the edge."""
+    record = request.scope["state"]["record"]
+    assert isinstance(record, Record)
+    return record
+
+
+def origin_of(record: Record) -> Origin:
+    """By what names this request's generation can be found."""
+    return Origin(record.tenant, frozenset({record.request_id, record.response_id}))
+
+
+class Edge:
+    """ASGI middleware around everything."""
+
+    def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
+        self._app = app
+        self._gateway = gateway
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        record = Record(scope["method"], scope["path"], _request_id(headers))
+        scope.setdefault("state", {})["record"] = record
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                record.status = message["status"]
+                added = MutableHeaders(scope=message)
+                added["x-request-id"] = added["request-id"] = record.request_id
+            await send(message)
+
+        self._gateway.began()
+        try:
+            await self._serve(record, headers, scope, receive, send_with_id)
+        finally:
+            self._gateway.ended()
+            self._close(record, headers)
+
+    async def _serve(
+        self, record: Record, headers: Headers, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        try:
+            self._authenticate(record, headers)
+            if scope["method"] == "POST":
+                await self._gateway.turnstile.passed()
+            await self._app(scope, receive, send)
+        except ApiError as error:
+            record.code = error.code or error.kind
+            await to_response(error)(scope, receive, send)
+        except ClientGone:
+            record.status, record.code = CLIENT_GONE, "client_gone"
+        except Exception:
+            log.exception("request %s failed", record.request_id)
+            record.code = "internal_error"
+            if record.status:
+                raise  # too late for an answer: the server cuts the connection
+            failure = EngineFailure("The gateway failed.", code=record.code)
+            await to_response(failure)(scope, receive, send)
+
+    def _authenticate(self, record: Record, headers: Headers) -> None:
+        path, admin = record.path, self._gateway.admin_keys
+        if path in OPEN_PATHS:
+            return
+        if path.startswith(ADMIN_PREFIXES):
+            if admin.open:
+                raise Unauthorized("This needs the server to have an --admin-api-key.")
+            admin.tenant(headers)
+            record.admin = True
+        elif path in ABORT_PATHS and admin.known(headers):
+            record.admin = True
+        else:
+            record.tenant = self._gateway.keys.tenant(headers)
+
+    def _close(self, record: Record, headers: Headers) -> None:
+        if record.code:
+            self._gateway.metrics.failed(record.code)
+        if self._gateway.tracer is not None:
+            self._gateway.tracer.finished(record, headers)
+        level = logging.DEBUG if record.path in OPEN_PATHS else logging.INFO
+        log_request(record, level)
+
+
+def _request_id(headers: Headers) -> str:
+    offered = headers.get("x-request-id", "")
+    return offered if _REQUEST_ID.fullmatch(offered) else f"req-{secrets.token_hex(12)}"

@@ -1,0 +1,195 @@
+"""Reads large bodies in a process beside the gateway's, so that its streams go on meanwhile.
+
+Owns that process: it starts with the first large body, reads one at a time, and is made again when
+it has died. A thread waits for it, which costs the event loop nothing. What is read, and how, is
+for `reading`; the result is the one that the gateway itself would have, but for what that remembers
+of earlier requests. What goes through the pipe is msgpack of known types.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import IO, Any
+
+import msgspec
+from msgspec import Struct
+
+from kvferry.gateway.config import GatewayConfig
+from kvferry.gateway.errors import ApiError, BadRequest, EngineFailure, NotFound, NotSupported
+from kvferry.gateway.intake.reader import Body, Taken
+from kvferry.gateway.prompt.prompts import Shape
+from kvferry.kvstore.process.process import die_with_parent
+
+log = logging.getLogger(__name__)
+
+ARGUMENTS: dict[str, Any] = {
+    "chat": tuple[str, Shape],
+    "completions": tuple[str, Shape],
+    "tokenize": tuple[str, int | None],
+    "detokenize": tuple[()],
+}
+"""What each method of `Reader` takes beside the body."""
+ANSWERS: dict[str, Any] = {
+    "chat": Taken,
+    "completions": Taken,
+    "tokenize": bytes,
+    "detokenize": bytes,
+}
+_KINDS: tuple[type[ApiError], ...] = (BadRequest, NotFound, NotSupported, EngineFailure)
+
+
+class Setup(Struct, frozen=True):
+    """The part of the gateway's configuration that decides how bodies are read."""
+
+    model: str | None
+    served_model_name: tuple[str, ...]
+    chat_template: str | None
+    cache_dir: str
+    enable_test_hooks: bool
+    log_level: str
+    log_format: str
+
+
+class Question(Struct, frozen=True):
+    """One request; its body is the next frame."""
+
+    method: str
+    arguments: msgspec.Raw
+
+
+class Failure(Struct, frozen=True):
+    """An ApiError."""
+
+    kind: str
+    message: str
+    param: str | None
+    code: str | None
+
+
+class Reply(Struct, frozen=True):
+    answer: msgspec.Raw
+    failure: Failure | None = None
+
+
+class Apart:
+    """A `Reader` in another process."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        template = config.chat_template
+        setup = Setup(
+            model=config.model,
+            served_model_name=config.served_model_name,
+            chat_template=None if template is None else str(template),
+            cache_dir=str(config.cache_dir),
+            enable_test_hooks=config.enable_test_hooks,
+            log_level=config.log_level,
+            log_format=config.log_format,
+        )
+        self._setup = msgspec.msgpack.encode(setup)
+        self._thread = ThreadPoolExecutor(1, "large-bodies")
+        self._closed = False
+        self.process: subprocess.Popen[bytes] | None = None
+
+    async def read(self, method: str, body: Body, *arguments: Any) -> Any:
+        """What the `Reader`'s method returns.
+
+        Raises
+        ------
+        ApiError
+            It raised one, or the process died of this body.
+        """
+        question = Question(method, msgspec.Raw(msgspec.msgpack.encode(arguments)))
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self._ask, question, body)
+
+    def close(self) -> None:
+        """Ends it, whatever it does."""
+        if self._closed:
+            return
+        self._closed = True
+        if self.process is not None:
+            self.process.kill()
+            self._thread.submit(self._lost)  # behind what waits for it now
+        self._thread.shutdown(wait=False)
+
+    # -- on the thread -----------------------------------------------------------------------------
+
+    def _ask(self, question: Question, body: Body) -> Any:
+        try:
+            if self._closed:
+                raise EOFError
+            process = self.process or self._start()
+            assert process.stdin is not None and process.stdout is not None
+            send(process.stdin, msgspec.msgpack.encode(question))
+            send(process.stdin, body)
+            raw = receive(process.stdout)
+        except (OSError, EOFError) as error:
+            self._lost()
+            raise EngineFailure("The body could not be read.", code="internal_error") from error
+        reply = msgspec.msgpack.decode(raw, type=Reply)
+        if reply.failure is not None:
+            raise from_failure(reply.failure)
+        return msgspec.msgpack.decode(reply.answer, type=ANSWERS[question.method])
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "kvferry.gateway.intake.worker_main"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            preexec_fn=partial(die_with_parent, os.getpid()),
+        )
+        if self._closed:
+            raise EOFError
+        assert self.process.stdin is not None
+        send(self.process.stdin, self._setup)
+        return self.process
+
+    def _lost(self) -> None:
+        process, self.process = self.process, None
+        if process is None:
+            return
+        process.kill()
+        status = process.wait()
+        for end in (process.stdin, process.stdout):
+            assert end is not None
+            try:
+                end.close()
+            except OSError:
+                log.debug("the rest of a body had no reader")
+        if not self._closed:
+            log.error("the process for large bodies ended with %s", status)
+
+
+# -- the pipe --------------------------------------------------------------------------------------
+
+
+def send(stream: IO[bytes], frame: Body) -> None:
+    stream.write(len(frame).to_bytes(8, "little"))
+    stream.write(frame)
+    stream.flush()
+
+
+def receive(stream: IO[bytes]) -> bytes:
+    """The next frame; EOFError when the other side is gone."""
+    head = stream.read(8)
+    size = int.from_bytes(head, "little")
+    frame = stream.read(size)
+    if len(head) < 8 or len(frame) < size:
+        raise EOFError
+    return frame
+
+
+def to_failure(error: ApiError) -> Failure:
+    kind = next((kind for kind in _KINDS if isinstance(error, kind)), EngineFailure)
+    return Failure(kind.__name__, error.message, error.param, error.code)
+
+
+def from_failure(failure: Failure) -> ApiError:
+    kind = next(kind for kind in _KINDS if kind.__name__ == failure.kind)
+    return kind(failure.message, param=failure.param, code=failure.code)

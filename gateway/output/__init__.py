@@ -1,0 +1,1 @@
+"""One choice of an answer: its tokens as text, and where a stop string ends it."""

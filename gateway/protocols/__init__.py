@@ -1,0 +1,1 @@
+"""The form of each API: what a request may say, and what an answer looks like."""

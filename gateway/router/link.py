@@ -1,0 +1,442 @@
+"""The gateway's link to one node or store, and what goes over it.
+
+Owns one address: its link is made again when its node dies, what the node says of itself is kept,
+and it is told apart as connecting, answering, stalled and gone. Each request's events go to the
+callback that came with it; one from which nothing comes is inquired about. A node that says what
+none says that works is noticed, and given up for a while if it goes on. It does not choose nodes,
+and knows nothing of text, choices or HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from typing import Literal
+
+from kvferry.gateway.router.pacing import Handover
+from kvferry.gateway.router.policy import MAX_KEYS, KnownKeys
+from kvferry.gateway.router.requests import REPEAT_SECONDS, Book, EngineLost, Open
+from kvferry.kvstore.errors import ProtocolBroken
+from kvferry.kvstore.process.sparse_log import SparseLog
+from kvferry.kvstore.wire.client import Client, LinkState
+from kvferry.kvstore.wire.codec import AnyMessage
+from kvferry.kvstore.wire.faults import FaultInjector
+from kvferry.kvstore.wire.generation import (
+    Abort,
+    Done,
+    Generate,
+    Inquire,
+    Rejected,
+    Running,
+    Started,
+    StepOutput,
+    Stop,
+)
+from kvferry.kvstore.wire.hello import Welcome
+from kvferry.kvstore.wire.status import (
+    CacheReset,
+    DebugReply,
+    DebugRequest,
+    KeyBatch,
+    Load,
+    ResetCache,
+    Resync,
+    StepNotice,
+)
+from kvferry.kvstore.wire.store import CacheReply, CacheRequest
+
+REFUSED_RETRY_SECONDS = 5.0
+STALL_SECONDS = 2.0
+STALL_FACTOR = 3.0
+"""A node is stalled after a silence of so many times the step that it announced."""
+ABANDON_SECONDS = 10.0
+"""How long a stalled node that is still connected is waited for before it counts as gone."""
+SLICE_TOKENS = 64
+"""Tokens acted on in one turn of the event loop."""
+DRAIN_SECONDS = 0.01
+"""What one node's messages may take of the event loop at once."""
+MAX_OFFENCES = 5
+OFFENCE_SECONDS = 10.0
+"""A node that offends so often in this time is given up for as long."""
+SPARE_TOKENS = 64
+NewClient = Callable[[str], Client]
+Role = Literal["decode", "prefill", "store"]
+Answer = DebugReply | CacheReset | CacheReply
+"""To a question that carries a number."""
+
+
+class Node:
+    """One configured address and whoever answers there."""
+
+    def __init__(self, role: Role, address: str, new_client: NewClient, said: SparseLog) -> None:
+        self.role = role
+        self.address = address
+        self.load: Load | None = None
+        self.keys = KnownKeys()
+        self.book = Book(self.keys)
+        self.usable = False
+        """It answers, and computes as the others do."""
+        self.stalled = False
+        self.met = False
+        """Whether it has ever answered, be it with a refusal."""
+        self.chosen = 0
+        """The number of the last choice that fell on it."""
+        self.counters: Counter[str] = Counter()
+        self.faults: FaultInjector | None = None
+        self._new_client = new_client
+        self._handover = Handover(self._act, SLICE_TOKENS, self.drain)
+        self._said = said
+        self._offences: deque[float] = deque(maxlen=MAX_OFFENCES)
+        self._given_up = False
+        """It has offended too often: its link ends with the next tick."""
+        self._client: Client | None = None
+        self._welcomed = False
+        self._predicted = 0.0
+        self._retry_at = 0.0
+        self._resync_at = 0.0
+        self._asked: dict[int, asyncio.Future[Answer | None]] = {}
+        self._next_question = 1
+
+    # -- what it is --------------------------------------------------------------------------------
+
+    @property
+    def title(self) -> str:
+        """For log lines."""
+        return self.role if self.role == "store" else f"{self.role} node"
+
+    @property
+    def welcome(self) -> Welcome | None:
+        """What it said of itself, while it answers."""
+        client = self._client
+        return client.welcome if client is not None and client.state is LinkState.READY else None
+
+    @property
+    def requests(self) -> dict[int, Open]:
+        """Our requests there, by number."""
+        return self.book.requests
+
+    @property
+    def draining(self) -> bool:
+        return self.load is not None and self.load.draining
+
+    @property
+    def able(self) -> bool:
+        """It may be given work."""
+        return self.usable and not self.stalled and not self.draining
+
+    @property
+    def state(self) -> str:
+        """For people: `usable`, `stalled`, `draining`, or how far its link is."""
+        if self.usable:
+            return "stalled" if self.stalled else "draining" if self.draining else "usable"
+        return "closed" if self._client is None else self._client.state.value
+
+    # -- the link ----------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        self._client = self._new_client(self.address)
+        self._client.faults = self.faults
+        asyncio.get_running_loop().add_reader(self._client.fd, self.drain)
+
+    def close(self) -> None:
+        if self._client is not None:
+            # Before the socket goes: its descriptor's number may be in use again at once.
+            asyncio.get_running_loop().remove_reader(self._client.fd)
+            self._client.close()
+            self._client = None
+
+    def inject(self, faults: FaultInjector | None) -> None:
+        """Faults in what is sent from now on (a test hook)."""
+        self.faults = faults
+        if self._client is not None:
+            self._client.faults = faults
+
+    def send(self, message: AnyMessage) -> bool:
+        sent = self._client is not None and self._client.send(message)
+        # Sending may have taken note of the descriptor's edge: look for what came meanwhile.
+        asyncio.get_running_loop().call_soon(self.drain)
+        return sent
+
+    def drain(self) -> None:
+        """Acts on what has arrived, on the rest in its next turn."""
+        client, until = self._client, time.monotonic() + DRAIN_SECONDS
+        if client is None or self._given_up or self._handover.busy:
+            return
+        for received in client.receive():
+            self._handover.push(received.message)
+            if self._given_up or self._handover.busy or time.monotonic() > until:
+                break
+        if client.state is LinkState.READY and client.waiting and not self._handover.busy:
+            asyncio.get_running_loop().call_soon(self.drain)
+
+    def _act(self, message: AnyMessage) -> None:
+        """Acts on a message. What makes no sense is noted."""
+        if self._given_up:
+            return
+        try:
+            self._take(message)
+        except ProtocolBroken as error:
+            self.offended(str(error))
+
+    def tick(self, now: float, listening_since: float) -> bool:
+        """Keeps the link and the requests alive. True if its node has just answered first.
+
+        `listening_since`: before it this process slept, so silence proves nothing.
+        """
+        self.book.fade(now)
+        if self._client is None:
+            if now >= self._retry_at:
+                self.open()
+            return False
+        self._client.tick(now)
+        self.drain()
+        if self._given_up:
+            self._give_up(now)
+        elif self._client.state is LinkState.DEAD:
+            self._lost()
+        elif self._client.state is LinkState.REFUSED:
+            self._refused(now)
+        elif self._client.state is LinkState.READY:
+            self._watch(now, min(self._client.silence(now), now - listening_since))
+            self._inquire(now)
+            if self._client is not None and not self._welcomed:
+                self._welcomed = self.met = True
+                self._resync_at = now + REPEAT_SECONDS
+                return True
+        return False
+
+    def _refused(self, now: float) -> None:
+        client = self._client
+        assert client is not None
+        if client.refusal is not None:
+            self._said.error(
+                "refused",
+                self.address,
+                "%s %s is not used: its %s is %r, the gateway's is %r",
+                self.title,
+                self.address,
+                client.refusal.field,
+                client.refusal.server_value,
+                client.refusal.client_value,
+            )
+        self._retry_at, self.met = now + REFUSED_RETRY_SECONDS, True
+        self._lost()
+
+    def _lost(self, *, broken: bool = False) -> None:
+        self._handover.flush()
+        self.close()
+        self.usable = self.stalled = self._welcomed = self._given_up = False
+        self.load = None
+        self._predicted = 0.0
+        for question in self._asked.values():
+            if not question.done():
+                question.set_result(None)
+        self._asked.clear()
+        for request in self.book.clear():
+            request.sink(EngineLost(self.address, broken=broken))
+
+    # -- nonsense ----------------------------------------------------------------------------------
+
+    def offended(self, what: str) -> None:
+        """It said what no node says that works. Never closes the link: it may be being read."""
+        now = time.monotonic()
+        self.counters["offences"] += 1
+        text = "%s %s makes no sense: %s"
+        self._said.error("offence", self.address, text, self.title, self.address, what)
+        self._offences.append(now)
+        often = len(self._offences) == MAX_OFFENCES
+        self._given_up |= often and self._offences[0] > now - OFFENCE_SECONDS
+
+    def _give_up(self, now: float) -> None:
+        text = "%s %s is not used for %g s: it goes on making no sense"
+        self._said.error("given up", self.address, text, self.title, self.address, OFFENCE_SECONDS)
+        self._lost(broken=True)
+        self._offences.clear()
+        self._retry_at = now + OFFENCE_SECONDS
+
+    # -- silence -----------------------------------------------------------------------------------
+
+    def _watch(self, now: float, silence: float) -> None:
+        """A node that computes announces how long; one that is silent for longer has stalled."""
+        limit = max(STALL_SECONDS, STALL_FACTOR * self._predicted)
+        if silence > limit + ABANDON_SECONDS:
+            text = "%s %s does not come back: linking to it anew"
+            self._said.error("gone", self.address, text, self.title, self.address)
+            self._lost()
+        elif silence > limit and not self.stalled:
+            self.stalled = True
+            self.counters["stalls"] += 1
+            text = "%s %s is stalled: silent for %.1f s"
+            self._said.error("stalled", self.address, text, self.title, self.address, silence)
+        elif silence <= limit and self.stalled:
+            self.stalled = False
+            text = "%s %s answers again"
+            self._said.info("answers", self.address, text, self.title, self.address)
+
+    def forsake(self) -> None:
+        """Takes all requests from a stalled node: they go on elsewhere."""
+        for number, request in list(self.requests.items()):
+            self.abort(number)
+            request.sink(EngineLost(self.address, stalled=True))
+
+    def _inquire(self, now: float) -> None:
+        announces = self.role != "store"  # it has too many keys to say them all
+        if announces and not self.keys.synced and self._welcomed and now >= self._resync_at:
+            self._resync(now)
+        for number in self.book.due(now):
+            self.counters["inquiries"] += 1
+            self.send(Inquire(number))
+
+    def _resync(self, now: float) -> None:
+        self._resync_at = now + REPEAT_SECONDS
+        self.send(Resync())
+
+    # -- requests ----------------------------------------------------------------------------------
+
+    def submit(self, message: Generate, request: Open) -> bool:
+        """Sends a request; its events follow. False: the link is gone."""
+        request.allowance = 2 * message.choices * message.max_tokens + SPARE_TOKENS
+        self.book.add(message.request, request)
+        if self.send(message):
+            return True
+        self.book.remove(message.request, time.monotonic())
+        return False
+
+    def stop(self, number: int, choice: int, kept: int) -> None:
+        """Ends one choice: the first `kept` tokens count."""
+        request = self.requests.get(number)
+        if request is not None:
+            request.stops[choice] = (kept, time.monotonic())
+            self.send(Stop(number, choice, kept))
+
+    def abort(self, number: int) -> None:
+        """Frees everything of a request, unless it has ended."""
+        now = time.monotonic()
+        if self.book.remove(number, now) is not None:
+            self.book.stray(number, now)
+            self.send(Abort(number))
+
+    # -- what it says ------------------------------------------------------------------------------
+
+    def _take(self, message: AnyMessage) -> None:
+        if not isinstance(message, StepNotice | Answer | Running):
+            self._predicted = 0.0  # it says these between steps only
+        if isinstance(message, StepOutput):
+            self._tokens(message)
+        elif isinstance(message, Started):
+            request = self.requests.get(message.request)
+            if request is not None and not request.started:
+                request.started = True
+                request.sink(message)
+        elif isinstance(message, Done | Rejected):
+            self._ended(message)
+        elif isinstance(message, Running):
+            request = self.requests.get(message.request)
+            if request is not None and request.asked:
+                request.asked = False
+                request.sink(message)
+        elif isinstance(message, Load):
+            self.load = message
+        elif isinstance(message, StepNotice):
+            self._predicted = message.predicted_s
+        elif isinstance(message, KeyBatch):
+            self._keys_changed(message)
+        elif isinstance(message, Answer):
+            question = self._asked.pop(message.number, None)
+            if question is not None and not question.done():
+                question.set_result(message)
+
+    def _keys_changed(self, batch: KeyBatch) -> None:
+        synced = self.keys.synced
+        self.keys.apply(batch, self._capacity)
+        if synced and not self.keys.synced:
+            self.counters["key_gaps"] += 1
+            text = "%s %s: a batch of keys was lost"
+            self._said.warning("keys", self.address, text, self.title, self.address)
+            self._resync(time.monotonic())
+
+    @property
+    def _capacity(self) -> int:
+        return min(self.welcome.num_blocks, MAX_KEYS) if self.welcome is not None else 0
+
+    def _tokens(self, output: StepOutput) -> None:
+        now = time.monotonic()
+        for token in output.tokens:
+            request = self.requests.get(token.request)
+            if request is None:
+                self._stray(token.request, now)
+                continue
+            request.allowance -= 1
+            if request.allowance < 0:
+                self.abort(token.request)
+                request.sink(EngineLost(self.address, broken=True))
+                self.offended("it sends more tokens than were asked for")
+                continue
+            self.book.heard(request, now)
+            kept = self.book.overrun(request, token.choice, now)
+            if kept is not None:  # the first word of it must have been lost
+                self.send(Stop(token.request, token.choice, kept))
+            request.sink(token)
+
+    def _stray(self, number: int, now: float) -> None:
+        """A token that nobody waits for: what ended its request must have been lost."""
+        if not self.book.given(number):
+            raise ProtocolBroken(f"a token for request {number}, which it was never given")
+        if self.book.stray(number, now):
+            self.counters["strays"] += 1
+            self.send(Abort(number))
+
+    def _ended(self, message: Done | Rejected) -> None:
+        request = self.requests.get(message.request)
+        if request is None:
+            return
+        if isinstance(message, Rejected) and message.code == "invalid_request" and request.answered:
+            return  # it is about a second copy: the first one runs
+        self.book.remove(message.request, time.monotonic())
+        request.sink(message)
+
+    def check(self) -> None:
+        """Proves the invariants of its link and its requests."""
+        self.book.check()
+        assert self._client is not None or not self.requests, "requests without a link"
+
+    # -- questions ---------------------------------------------------------------------------------
+
+    async def ask(self, kind: str, body: bytes, timeout: float) -> bytes | None:
+        """The node's answer to a debug request; None when it has none in time."""
+        answer = await self._ask(lambda number: DebugRequest(number, kind, body), timeout)
+        return answer.body if isinstance(answer, DebugReply) else None
+
+    async def reset_cache(self, timeout: float) -> CacheReset | None:
+        """Makes the node forget every block that nobody uses; None when it says nothing in time."""
+        answer = await self._ask(ResetCache, timeout)
+        return answer if isinstance(answer, CacheReset) else None
+
+    async def care(
+        self,
+        action: str,
+        timeout: float,
+        *,
+        tenant: bytes = b"",
+        keys: bytes = b"",
+        seconds: float = 0.0,
+    ) -> bytes | None:
+        """A store's answer to a `CacheRequest`, as JSON; None when it says nothing in time."""
+        answer = await self._ask(
+            lambda number: CacheRequest(number, action, tenant, keys, seconds), timeout
+        )
+        return answer.body if isinstance(answer, CacheReply) else None
+
+    async def _ask(self, make: Callable[[int], AnyMessage], timeout: float) -> Answer | None:
+        number, self._next_question = self._next_question, self._next_question + 1
+        question = self._asked[number] = asyncio.get_running_loop().create_future()
+        try:
+            if not self.send(make(number)):
+                return None
+            return await asyncio.wait_for(question, timeout)
+        except TimeoutError:
+            return None
+        finally:
+            self._asked.pop(number, None)

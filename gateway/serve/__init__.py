@@ -1,0 +1,1 @@
+"""`kvferry serve`: which roles run where on this host, started, watched, restarted."""

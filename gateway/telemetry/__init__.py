@@ -1,0 +1,1 @@
+"""What is told of a request: metrics, spans, the access log."""

@@ -1,0 +1,1 @@
+"""What decode and prefill nodes have in common: start, reports, debugging, stall watch."""

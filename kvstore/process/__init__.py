@@ -1,0 +1,1 @@
+"""What every process does at its start and its end: flags, logs, signals, cores, model files."""

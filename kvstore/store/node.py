@@ -1,0 +1,384 @@
+"""The store's process: one thread that owns the socket and the tiers, in one loop.
+
+    receive ─► put, hand out ─► outcomes of the disk ─► deadlines, leases, write-behind ─┐
+       ▲                                                                                 │
+       └─────────────────────────────────────────────────────────────────────────────────┘
+
+Owns the order of a round, whose blocks are kept here, and which message goes where: nodes come and
+go in `store_members`, their blocks pass through `store_traffic`, operators are answered by
+`store_care`. What is decided about blocks is decided in `tiers`.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable
+
+import zmq
+
+from kvferry.kvstore.errors import ConfigError
+from kvferry.kvstore.keys import split_keys
+from kvferry.kvstore.node.announce import REPORT_SECONDS
+from kvferry.kvstore.node.debug import DebugDesk, DebugSwitches, StoreHooks
+from kvferry.kvstore.process.collector import Collector
+from kvferry.kvstore.store.admin import answer_care
+from kvferry.kvstore.store.figures import tier_figures
+from kvferry.kvstore.store.members import Members
+from kvferry.kvstore.store.space import Space, StoreSizes, open_files
+from kvferry.kvstore.store.traffic import Traffic
+from kvferry.kvstore.tiers.disk.files import FileSystem
+from kvferry.kvstore.tiers.disk.worker import DiskFaults
+from kvferry.kvstore.tiers.shared_memory import SharedMemory
+from kvferry.kvstore.wire.hello import Hello, Refused, Welcome
+from kvferry.kvstore.wire.server import FromPeer, Peer, Server
+from kvferry.kvstore.wire.status import DebugRequest, Drain, Load, Resync
+from kvferry.kvstore.wire.store import (
+    Attach,
+    CacheReply,
+    CacheRequest,
+    CancelFetch,
+    Commit,
+    Damaged,
+    Fetch,
+    GiveBack,
+    Holding,
+    Keeping,
+    Locate,
+    Located,
+    Mapped,
+    Release,
+    Taken,
+)
+
+log = logging.getLogger(__name__)
+
+NODE_ROLES = ("prefill", "decode")
+BUSY_POLL_MS, IDLE_POLL_MS = 20, 200
+DRAIN_SECONDS = 10.0
+LAST_WORDS_MS = 250
+"""With nothing to read for so long, nodes that have ended have been heard to their end."""
+
+
+class StoreNode:
+    """Runs until `stopping` says so.
+
+    Raises
+    ------
+    ConfigError
+        The arena cannot be made, or another store has the directory.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        sizes: StoreSizes,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        debug: DebugSwitches | None = None,
+        files: FileSystem | None = None,
+    ) -> None:
+        self.debug = DebugDesk(
+            server,
+            debug or DebugSwitches(),
+            ledger=lambda: self.ledger(),
+            check=lambda: self.check(),
+            clients=lambda: (),
+            on_store=lambda hooks: self._inject(hooks),
+        )
+        self.space: Space | None = None
+        self.faults = DiskFaults()
+        self._server = server
+        self._sizes = sizes
+        self._clock = clock
+        self._files = files
+        if files is None and sizes.disk:
+            self._files = open_files(sizes.folder)
+        self._memory: SharedMemory | None = self._new_memory()
+        self._fingerprint: dict[str, str] | None = None
+        self._collector: Collector | None = None
+        self._early: dict[bytes, tuple[Peer, Attach]] = {}
+        """Nodes that attach while the disk is still being read."""
+        self._report_at = 0.0
+        self._counters: Counter[str] = Counter()
+        self._members = Members(server, self._counters)
+        self._traffic = Traffic(server, self._members, self._counters)
+        self._draining = False
+        server.open_to(self._admit)
+
+    def _new_memory(self) -> SharedMemory:
+        return SharedMemory.create(
+            self._sizes.arena_folder, self._sizes.ram, self._server.incarnation
+        )
+
+    # -- the loop -------------------------------------------------------------------------------
+
+    def run(
+        self,
+        stop_fd: int,
+        stopping: Callable[[], bool],
+        drain_s: float = DRAIN_SECONDS,
+        collector: Collector | None = None,
+    ) -> None:
+        """Serves until a stop is asked for; then writes what waits to be written.
+
+        Nodes that ended before have said what they had to say: it is read first.
+        """
+        self._collector = collector
+        while not stopping() and not self._draining:
+            self._wait(stop_fd)
+            self.turn()
+            if collector is not None:
+                collector.turn(idle=not self._is_busy())
+        began = self._clock()
+        deadline = began + drain_s
+        while self._server.socket.poll(LAST_WORDS_MS) and self._clock() < began + drain_s / 2:
+            self.turn()
+        if self.space is not None:
+            self.space.drain(lambda: self._clock() > deadline, self._clock)
+            disk = self.space.tiers.disk
+            if disk is not None and disk.unwritten:
+                unwritten = disk.unwritten * disk.index.span
+                log.warning("%d bytes were not written in time: they are lost", unwritten)
+
+    def _wait(self, stop_fd: int) -> None:
+        poller = zmq.Poller()
+        poller.register(self._server.socket, zmq.POLLIN)
+        poller.register(stop_fd, zmq.POLLIN)
+        if self.space is not None and self.space.disk is not None:
+            poller.register(self.space.disk.fileno(), zmq.POLLIN)
+        poller.poll(BUSY_POLL_MS if self._is_busy() else IDLE_POLL_MS)
+
+    def _is_busy(self) -> bool:
+        """Whether time alone may bring something to do."""
+        if self.space is None:
+            return False
+        tiers = self.space.tiers
+        writes = tiers.disk is not None and tiers.disk.wants_turn(self._clock())
+        return bool(self._members.num_unburied or tiers.loads.active or writes)
+
+    def turn(self) -> None:
+        """One round of the loop."""
+        now = self._clock()
+        for received in self._server.receive():
+            self._handle(received, now)
+        now = self._clock()
+        self._server.tick(now)
+        for peer in self._server.take_lost():
+            self._lost(peer)
+        if self.space is not None:
+            self._turn_space(self.space, now)
+        self._report(now)
+
+    def _turn_space(self, space: Space, now: float) -> None:
+        if space.disk is not None:
+            for job in space.disk.take_done():
+                self._traffic.hand_out(space, space.tiers.disk_done(job, now))
+        if self._early and not space.recovering:
+            early, self._early = self._early, {}
+            for peer, message in early.values():
+                self._attached(peer, message)
+        self._traffic.hand_out(space, space.tiers.tick(now))
+        self._members.tick(space, now)
+
+    # -- meeting --------------------------------------------------------------------------------
+
+    def _admit(self, hello: Hello) -> Welcome:
+        """The first node of a model decides whose blocks are kept here, until its last one left."""
+        others = any(peer.role in NODE_ROLES for peer in self._server.peers.values())
+        if hello.role in NODE_ROLES and not others and hello.fingerprint != self._fingerprint:
+            self._adopt(dict(hello.fingerprint))
+        # It has no tokens: what it keeps are bytes, whose size comes with `Attach`.
+        return Welcome("store", self._fingerprint or {}, 1, 1, 1, 0)
+
+    def _adopt(self, fingerprint: dict[str, str]) -> None:
+        if self.space is not None:
+            log.info("another model comes: the arena is emptied, the disk keeps what it has")
+            disk = self.space.tiers.disk
+            if disk is not None:
+                self.space.drain(lambda: not disk.index.wants_cleaning, self._clock)
+            self.space.close()
+            self.space, self._memory = None, None
+            if self._sizes.disk:
+                self._files = open_files(self._sizes.folder)
+            if self._collector is not None:
+                self._collector.let_go()
+        self._members.forget()
+        self._fingerprint = fingerprint
+
+    def _attached(self, peer: Peer, message: Attach) -> None:
+        if peer.role not in NODE_ROLES:
+            return
+        space = self.space or self._open(message.block_bytes)
+        if space is None or space.block_bytes != message.block_bytes:
+            ours = "too few fit" if space is None else str(space.block_bytes)
+            self._server.send(peer, Refused("block_bytes", ours, str(message.block_bytes)))
+            return
+        if space.recovering:  # until then it would be told that nothing is there
+            self._early[peer.identity] = (peer, message)
+            return
+        self._members.attach(peer, space, shared=message.shared)
+
+    def _open(self, block_bytes: int) -> Space | None:
+        try:
+            memory = self._memory or self._new_memory()
+            self._memory = memory
+            space = Space(
+                self._sizes,
+                memory,
+                self._fingerprint or {},
+                block_bytes,
+                self._files,
+                self.faults,
+            )
+        except ConfigError as error:
+            log.error("%s", error)
+            return None
+        log.info("%d slots of %d bytes", space.tiers.arena.num_slots, space.slot_bytes)
+        self.space = space
+        return space
+
+    def _lost(self, peer: Peer) -> None:
+        self._early.pop(peer.identity, None)
+        if self.space is not None:
+            self._members.lost(self.space, peer)
+
+    # -- messages -------------------------------------------------------------------------------
+
+    def _handle(self, received: FromPeer, now: float) -> None:
+        peer, message = received.peer, received.message
+        match message:
+            case Attach():
+                self._attached(peer, message)
+            case CacheRequest():
+                body = answer_care(message, self.space, self._files, self.figures, now)
+                self._server.send(peer, CacheReply(message.number, body))
+            case DebugRequest():
+                self.debug.answer(peer, message)
+            case Drain():
+                self._draining = True
+            case Resync():
+                pass  # of keys, which a store does not announce
+            case _:
+                self._of_member(received, now)
+
+    def _of_member(self, received: FromPeer, now: float) -> None:
+        message = received.message
+        member = self._members.find(received.peer.identity)
+        space = self.space
+        if member is None or space is None:
+            self._counters["messages_unattached"] += 1
+            return
+        owner = member.peer.identity
+        try:
+            match message:
+                case Mapped(shared):
+                    self._members.mapped(space, member, shared)
+                case GiveBack(slots):
+                    for slot in slots:
+                        self._members.give_back(space, member, slot)
+                case Holding():
+                    self._members.holding(space, member, message)
+                case Commit():
+                    self._traffic.commit(space, member, message, received.payloads, now)
+                case Keeping(slots):
+                    space.tiers.keep_held(owner, frozenset(slots))
+                case Release(slots):
+                    for slot in slots:
+                        space.tiers.release_held(owner, slot)
+                case Locate(number, keys):
+                    tiers = space.tiers.locate(split_keys(keys))
+                    self._server.send(member.peer, Located(number, tiers))
+                case Fetch():
+                    self._traffic.fetch(space, member, message, now)
+                case Taken(number, count):
+                    handed = space.tiers.took(owner, number, count, now)
+                    self._traffic.hand_out(space, [handed] if handed else [])
+                case CancelFetch(number):
+                    space.tiers.cancel(owner, number)
+                case Damaged(key):
+                    space.tiers.damaged(key)
+                case _:
+                    log.warning("ignored a %s", type(message).__name__)
+        except ValueError as error:
+            self._counters["messages_invalid"] += 1
+            log.warning("a %s makes no sense: %s", type(message).__name__, error)
+
+    def _inject(self, hooks: StoreHooks) -> None:
+        if hooks.read_delay_ms is not None:
+            self.faults.read_delay_s = max(0.0, hooks.read_delay_ms) / 1e3
+            if hooks.read_delay_ms == 0:
+                self.faults.damage_reads = self.faults.fail_reads = self.faults.fail_writes = 0
+        self.faults.damage_reads += max(0, hooks.damage_reads)
+        self.faults.fail_reads += max(0, hooks.fail_reads)
+        self.faults.fail_writes += max(0, hooks.fail_writes)
+        if self.space is not None:
+            keys = [block.key for block in self.space.tiers.arena.blocks()]
+            for key in keys[: max(0, hooks.damage_host)]:
+                view = self.space.view(self.space.tiers.arena.slot_of(key))
+                view[len(view) // 2] ^= 1
+                view.release()
+
+    # -- state ----------------------------------------------------------------------------------
+
+    def _report(self, now: float) -> None:
+        if now < self._report_at:
+            return
+        self._report_at = now + REPORT_SECONDS
+        arena = None if self.space is None else self.space.tiers.arena
+        load = Load(
+            running=0 if self.space is None else len(self.space.tiers.loads.active),
+            waiting=0,
+            blocks_used=0 if arena is None else arena.num_resident,
+            blocks_cached=0 if arena is None else arena.num_resident,
+            blocks_total=0 if arena is None else arena.num_slots,
+            draining=self._draining,
+            counters=self.figures(),
+        )
+        for peer in list(self._server.peers.values()):
+            if peer.role == "gateway":
+                self._server.send(peer, load)
+
+    def figures(self) -> dict[str, float]:
+        """Counters and gauges by metric stem."""
+        figures: dict[str, float] = {
+            **self._counters,
+            "frames_malformed": self._server.counters.malformed,
+            "frames_stale": self._server.counters.stale,
+            "peers_refused": self._server.counters.refused,
+        }
+        figures |= tier_figures(self.space, self._sizes.ram, self._sizes.disk)
+        figures["attached_nodes"] = len(self._members)
+        if self.space is not None:
+            figures |= self.space.tiers.figures()
+        return figures
+
+    def ledger(self) -> dict[str, object]:
+        """Everything that is held here and by whom."""
+        tiers = {} if self.space is None else self.space.tiers.ledger()
+        return {
+            **tiers,
+            "members": len(self._members),
+            "unburied": self._members.num_unburied,
+            "counters": self.figures(),
+        }
+
+    def check(self) -> None:
+        """Proves the invariants of everything this process owns."""
+        if self.space is None:
+            return
+        self.space.tiers.check()
+        self._members.check(self.space)
+
+    def close(self) -> None:
+        """Ends the disk's thread and takes the arena's name away. A second time does nothing."""
+        if self.space is not None:
+            self.space.close()
+        else:
+            if self._memory is not None:
+                self._memory.remove()
+                self._memory.close()
+            if self._files is not None:
+                self._files.close()
+        self.space = self._memory = self._files = None

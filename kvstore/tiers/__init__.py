@@ -1,0 +1,1 @@
+"""Where blocks lie, as pure accounting: device, host, disk, and which of them goes next."""

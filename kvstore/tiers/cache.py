@@ -1,0 +1,399 @@
+"""The host and disk tiers as one store: put, locate, load, clear, pin.
+
+Joins the arena, the loads and the disk tier, and owns the rules that concern both: what a prefix
+is, what an eviction means for the disk, what is removed where. It knows block keys and slots, never
+a socket; time is an argument and the bytes are whatever `view` shows of a slot. Jobs for the disk
+go to `submit` and come back through `disk_done`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvferry.kvstore.tiers.disk.record import Record
+from kvferry.kvstore.tiers.disk.segments import SegmentIndex
+from kvferry.kvstore.tiers.disk.tier import DiskTier
+from kvferry.kvstore.tiers.disk.worker import Job, ReadJob
+from kvferry.kvstore.tiers.fetches import DISK, HOST, Load, Loads, Ready
+from kvferry.kvstore.tiers.host import Arena, Block, Lease, Owner
+from kvferry.kvstore.tiers.victims import Victims
+
+LEASE_SECONDS = 10.0
+"""How long a reader may take to copy what it was handed. Leases also hold up eviction."""
+HOLD_SECONDS = 60.0
+"""How long a writer may keep a lease on what it wrote, for a shipment."""
+PINNED_SHARE = 0.5
+"""Of the arena, at most."""
+QUARANTINE_SHARE = 0.25
+"""Of the arena: with more in quarantine the store says that it is not well."""
+_PREFETCH = "prefetch"
+
+
+@dataclass(frozen=True, slots=True)
+class Handed:
+    """What one load got: blocks to copy, and why it ended if it has."""
+
+    load: Load
+    blocks: list[Ready]
+    ended: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cleared:
+    """What a `clear` removed."""
+
+    host: int
+    disk: int
+
+
+class Tiers:
+    """One store's blocks. `index` is None without a disk tier."""
+
+    def __init__(
+        self,
+        arena: Arena,
+        view: Callable[[int], memoryview],
+        index: SegmentIndex | None,
+        submit: Callable[[Job], None],
+        *,
+        lease_s: float = LEASE_SECONDS,
+    ) -> None:
+        self.arena = arena
+        self.counters: Counter[str] = Counter()
+        self.disk = None if index is None else DiskTier(index, arena, view, submit, self._save)
+        self.victims = Victims(arena)
+        self.lease_s = lease_s
+        self.loads = Loads(arena, lease_s, self._on_disk, self._start_read, self._recovering)
+        self._view = view
+        self._filling: dict[bytes, tuple[int, Block]] = {}
+        """Blocks being read from disk, by key, and the slots they go to."""
+        self._unwanted: set[bytes] = set()
+        """Blocks being read that were cleared meanwhile."""
+        self._pin_later: dict[bytes, float] = {}
+        """Blocks that are on disk only, and until when they are pinned once they are here."""
+        self._held: dict[tuple[Owner, int], Lease] = {}
+        """Slots that a writer keeps for a shipment."""
+        self._prefetches = 0
+
+    # -- putting --------------------------------------------------------------------------------
+
+    def grant(self, owner: Owner, count: int) -> list[int]:
+        """Slots for a writer's next blocks; fewer, perhaps none, when the arena is busy."""
+        slots = self.arena.grant(owner, count)
+        self._settle_evicted()
+        return slots
+
+    def commit(self, owner: Owner, slot: int, block: Block, *, hold: bool, now: float) -> bool:
+        """A writer has filled a slot of its own. False, counted, when the slot is not its own."""
+        if not self.arena.holds(owner, slot):
+            self.counters["commits_refused"] += 1
+            return False
+        known = not self.victims.forget(block.key) and block.key in self.arena
+        until = now + HOLD_SECONDS if hold else None
+        lease = self.arena.commit(owner, slot, block, until)
+        if lease is not None:
+            self._held[(owner, slot)] = lease
+        self.counters["puts_known" if known else "puts"] += 1
+        if not known and self.disk is not None:
+            self.disk.offer(block.key)
+        return True
+
+    def release_held(self, owner: Owner, slot: int) -> None:
+        """A shipment has arrived, or will not."""
+        lease = self._held.pop((owner, slot), None)
+        if lease is not None:
+            self.arena.release(lease)
+
+    def keep_held(self, owner: Owner, slots: frozenset[int]) -> None:
+        """Of an owner's shipments only these are still on their way."""
+        for holder, slot in list(self._held):
+            if holder == owner and slot not in slots:
+                self.counters["holds_mislaid"] += 1
+                self.release_held(owner, slot)
+
+    def _settle_evicted(self) -> None:
+        evicted = self.arena.take_evicted()
+        for block in evicted:
+            self.victims.forget(block.key)
+        if self.disk is not None:
+            self.disk.evicted(evicted)
+
+    # -- finding --------------------------------------------------------------------------------
+
+    def locate(self, keys: Sequence[bytes]) -> bytes:
+        """One byte a block, HOST or DISK, for the longest prefix that is there. Takes nothing."""
+        tiers = bytearray()
+        for key in keys:
+            tier = self._tier(key)
+            if not tier:
+                break
+            tiers += tier
+        return bytes(tiers)
+
+    def inspect(self, keys: Sequence[bytes]) -> bytes:
+        """One byte a block, gaps too: HOST, DISK or `-`."""
+        return b"".join(self._tier(key) or b"-" for key in keys)
+
+    def _tier(self, key: bytes) -> bytes:
+        if key in self.arena:
+            return HOST
+        return DISK if self._on_disk(key) else b""
+
+    def _on_disk(self, key: bytes) -> bool:
+        return self.disk is not None and key in self.disk.index
+
+    def _recovering(self) -> bool:
+        return self.disk is not None and self.disk.recovering > 0
+
+    # -- loading --------------------------------------------------------------------------------
+
+    def load(
+        self,
+        owner: Owner,
+        number: int,
+        keys: Sequence[bytes],
+        first: int,
+        *,
+        deadline: float,
+        window: int,
+        now: float,
+    ) -> Handed | None:
+        """A request wants this chain, and the bytes of its blocks from `first` on.
+
+        None when the reader already has a load of this number.
+        """
+        load = Load(owner, number, keys, first, deadline, max(1, window))
+        if not self.loads.start(load):
+            self.counters["loads_repeated"] += 1
+            return None
+        self._touch(keys)
+        self.counters["loads"] += 1
+        self.counters["blocks_asked"] += len(keys) - first
+        return self._advance(load, now)
+
+    def _touch(self, keys: Sequence[bytes]) -> None:
+        self.arena.retention.touch(keys)
+        if self.disk is None:
+            return
+        self.disk.index.touch(keys)
+        for key in keys:
+            self.victims.forget(key)
+            if key in self.arena:  # used again: now it may displace something on disk
+                self.disk.offer(key)
+
+    def _advance(self, load: Load, now: float) -> Handed:
+        blocks = self.loads.advance(load, now)
+        if load.keep:
+            for block in blocks:
+                self.counters["blocks_host" if block.tier == HOST else "blocks_disk"] += 1
+        if load.ended:
+            self.counters[f"loads_{load.ended}"] += 1
+        return Handed(load, blocks, load.ended)
+
+    def _start_read(self, key: bytes) -> bool:
+        assert self.disk is not None
+        if key in self._filling:  # it will be in memory soon
+            return False
+        slot = self.arena.start_fill()
+        self._settle_evicted()
+        if slot is None:
+            self.counters["reads_without_slot"] += 1
+            return False
+        self._filling[key] = slot, self.disk.read(key, slot).record.block
+        return True
+
+    def _save(self, records: Sequence[Record]) -> None:
+        """The disk gives these up: their blocks stay in memory if there is room to spare."""
+        assert self.disk is not None
+        for record in records:
+            block = record.block
+            if block.key in self.arena or block.key in self._filling:
+                continue
+            if not (block.depth == 0 or block.parent in self._filling or self._tier(block.parent)):
+                continue
+            slot = self.victims.start_fill()
+            self._settle_evicted()
+            if slot is None:
+                return
+            self._filling[block.key] = slot, block
+            self.disk.save(record, slot)
+
+    def prefetch(self, keys: Sequence[bytes], *, deadline: float, now: float) -> None:
+        """Brings a chain's blocks from disk to the arena, without a reader."""
+        self._prefetches += 1
+        for key in keys:
+            if self.victims.forget(key) and self.disk is not None:
+                self.disk.offer(key)
+        window = max(1, self.arena.num_slots // 4)
+        load = Load(_PREFETCH, self._prefetches, keys, 0, deadline, window, keep=False)
+        self.loads.start(load)
+        self._advance(load, now)
+
+    def took(self, owner: Owner, number: int, count: int, now: float) -> Handed | None:
+        """The reader has copied `count` more blocks: more may be handed out."""
+        load = self.loads.took(owner, number, count)
+        return None if load is None or load.ended else self._advance(load, now)
+
+    def cancel(self, owner: Owner, number: int) -> None:
+        self.loads.cancel(owner, number)
+
+    def damaged(self, key: bytes) -> None:
+        """A reader's copy was not what the key promises: nobody is served this block again."""
+        self.counters["host_damaged"] += 1
+        self._remove(key)
+
+    def _remove(self, key: bytes) -> None:
+        if self.disk is not None:
+            self.disk.discard(key)
+        if key in self.arena:
+            self.victims.forget(key)
+            self.arena.discard(key)
+        if key in self._filling:
+            self._unwanted.add(key)
+        self._pin_later.pop(key, None)
+
+    # -- the disk -------------------------------------------------------------------------------
+
+    def disk_done(self, job: Job, now: float) -> list[Handed]:
+        """Takes an outcome of the disk's; what it gives to loads."""
+        assert self.disk is not None
+        self.disk.done(job, now)
+        return self._filled(job, now) if isinstance(job, ReadJob) else []
+
+    def _filled(self, job: ReadJob, now: float) -> list[Handed]:
+        block = job.record.block
+        slot, _ = self._filling.pop(block.key)
+        wanted = job.ok and block.key not in self._unwanted
+        if not job.urgent:
+            self.victims.filled(block.key, kept=wanted and block.key not in self.arena)
+        if wanted:
+            self.arena.filled(slot, block, alone=not job.urgent)
+            until = self._pin_later.pop(block.key, 0.0)
+            if until > now:
+                self.arena.pin([block.key], until, self._most_pinned)
+        else:
+            self.arena.fill_failed(slot)
+        self._unwanted.discard(block.key)
+        return [self._advance(load, now) for load in self.loads.landed(block.key)]
+
+    # -- turning --------------------------------------------------------------------------------
+
+    def tick(self, now: float) -> list[Handed]:
+        """Deadlines, leases that expire, writes that can start. Call every turn."""
+        self.arena.expire(now)
+        self.loads.expire()
+        for name in [it for it, lease in self._held.items() if not self.arena.is_live(lease)]:
+            del self._held[name]
+        handed = [self._advance(load, now) for load in list(self.loads.active.values())]
+        if self.disk is not None:
+            self.disk.step(now)
+        return [it for it in handed if it.blocks or it.ended]
+
+    # -- care -----------------------------------------------------------------------------------
+
+    def clear(self, tenant: bytes | None) -> Cleared:
+        """Removes one tenant's blocks, or everything, from both tiers."""
+        gone = [it.key for it in self.arena.blocks() if tenant is None or it.tenant == tenant]
+        on_disk = 0
+        if self.disk is not None:
+            on_disk = self.disk.clear_all() if tenant is None else self.disk.clear(tenant)
+        for key, (_, block) in self._filling.items():
+            if tenant is None or block.tenant == tenant:
+                self._unwanted.add(key)
+        for key in gone:
+            self.victims.forget(key)
+            self.arena.discard(key)
+        if tenant is None:
+            self._pin_later.clear()
+        return Cleared(len(gone), on_disk)
+
+    def pin(self, keys: Sequence[bytes], seconds: float, now: float) -> int:
+        """Keeps blocks in the arena until the time is over; how many of these.
+
+        Those on disk only are kept from when they have been read, which is for somebody else to
+        start: see `prefetch`.
+        """
+        pinned = self.arena.pin(keys, now + seconds, self._most_pinned)
+        self._pin_later = {key: until for key, until in self._pin_later.items() if until > now}
+        room = self._most_pinned - self.arena.num_pinned
+        for key in keys:
+            if key in self.arena or not self._on_disk(key):
+                continue
+            if key not in self._pin_later and len(self._pin_later) >= room:
+                break
+            self._pin_later[key] = max(now + seconds, self._pin_later.get(key, 0.0))
+            pinned += 1
+        return pinned
+
+    @property
+    def _most_pinned(self) -> int:
+        return int(PINNED_SHARE * self.arena.num_slots)
+
+    def unpin(self, keys: Sequence[bytes]) -> int:
+        """How many of these were pinned."""
+        later = sum(self._pin_later.pop(key, None) is not None for key in keys)
+        return later + self.arena.unpin(keys)
+
+    # -- peers that go --------------------------------------------------------------------------
+
+    def lost(self, owner: Owner) -> bool:
+        """A peer is gone: whether slots are in quarantine until it is proven dead."""
+        self.loads.lost(owner)
+        for name in [name for name in self._held if name[0] == owner]:
+            del self._held[name]
+        quarantined = self.arena.lost(owner)
+        self.counters["slots_quarantined"] += quarantined
+        return quarantined > 0
+
+    def buried(self, owner: Owner) -> None:
+        """A lost peer can write no more."""
+        self.arena.buried(owner)
+
+    # -- state ----------------------------------------------------------------------------------
+
+    @property
+    def well(self) -> bool:
+        """Whether the quarantine is within its budget."""
+        return self.arena.num_quarantined <= QUARANTINE_SHARE * self.arena.num_slots
+
+    @property
+    def idle(self) -> bool:
+        """Nobody loads and everything is on disk that can be."""
+        return not self.loads.active and (self.disk is None or self.disk.idle)
+
+    def ledger(self) -> dict[str, object]:
+        return {
+            "arena": self.arena.ledger(),
+            "disk": None if self.disk is None else self.disk.ledger(),
+            "loads": len(self.loads.active),
+            "held": len(self._held),
+            "filling": len(self._filling),
+        }
+
+    def figures(self) -> dict[str, float]:
+        """Monotonic counters of both tiers."""
+        disk = {} if self.disk is None else self.disk.counters
+        index = None if self.disk is None else self.disk.index
+        more = {} if index is None else {
+            "disk_segments_cleaned": index.cleaned,
+            "disk_rewritten": index.rewritten,
+            "disk_dropped": index.dropped,
+        }  # fmt: skip
+        return {
+            **self.counters,
+            **disk,
+            **more,
+            "evictions": self.arena.evictions,
+            "leases_expired": self.arena.expired_leases,
+        }
+
+    def check(self) -> None:
+        """Proves the invariants of everything the store owns."""
+        self.arena.check()
+        self.victims.check()
+        self.loads.check()
+        if self.disk is not None:
+            self.disk.check()
+        assert self.arena.ledger()["filling"] == len(self._filling), "a fill nobody waits for"

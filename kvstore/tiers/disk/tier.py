@@ -1,0 +1,435 @@
+"""What the disk tier does next: write-behind, cleaning, recovery, and getting on without a disk.
+
+Joins the index of segments, the arena that blocks are written from, and the thread that does the
+I/O. It decides and accounts; it makes no system call but the listing of the directory at the start.
+
+Blocks of the arena are written as they come, in batches, whenever reads leave room. An error ends
+the batch, is counted, and the tier rests for a growing while; blocks stay in the arena meanwhile
+and are tried again. When blocks come faster than they can be written the newest are shed.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+
+from kvferry.kvstore.tiers.disk.record import Record
+from kvferry.kvstore.tiers.disk.segments import Placed, SegmentIndex
+from kvferry.kvstore.tiers.disk.worker import (
+    DeleteJob,
+    Job,
+    MoveJob,
+    ProbeJob,
+    ReadJob,
+    ScanJob,
+    WriteJob,
+)
+from kvferry.kvstore.tiers.host import FOREVER, Arena, Block, Lease
+
+log = logging.getLogger(__name__)
+
+BATCH_BYTES = 4 << 20
+"""Of one write: a read that comes meanwhile waits for no more than that."""
+STARVED_SECONDS = 0.05
+"""A batch is written this long after the last one even while reads wait."""
+FIRST_REST_S, FAILING_REST_S, LONGEST_REST_S = 0.5, 2.0, 30.0
+PROBE_SECONDS = 2.0
+_OWNER = "disk"
+
+
+class DiskTier:
+    """The disk tier of one arena. `submit` hands a job to whoever does the I/O.
+
+    `give_up` is told of the records that a cleaning drops, while they can still be read.
+    """
+
+    def __init__(
+        self,
+        index: SegmentIndex,
+        arena: Arena,
+        view: Callable[[int], memoryview],
+        submit: Callable[[Job], None],
+        give_up: Callable[[Sequence[Record]], None],
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.index = index
+        self.counters: Counter[str] = Counter()
+        self.recovering = 0
+        """Segments whose records are not known yet."""
+        self._arena = arena
+        self._view = view
+        self._submit = submit
+        self._give_up = give_up
+        self._wall = wall
+        self._dirty: OrderedDict[bytes, None] = OrderedDict()
+        arena.is_unwritten = self._dirty.__contains__
+        arena.is_on_disk = index.__contains__
+        self._writing: dict[bytes, tuple[Lease, Record]] = {}
+        """Blocks being written, by key."""
+        self._doomed: set[bytes] = set()
+        """Blocks being written that were cleared meanwhile."""
+        self._cleared: set[bytes] = set()
+        """Tenants that were cleared while files of theirs may not have been read yet."""
+        self._reads = 0
+        self._writes = 0
+        self._moves = 0
+        """Out of the segment that is being cleaned."""
+        self._jobs = 0
+        """Everything submitted and not done."""
+        self._rest = FIRST_REST_S
+        self._batch = BATCH_BYTES
+        """How many records to write at once, at most."""
+        self._resting_until = 0.0
+        self._last_write = 0.0
+        self._probe_at = 0.0
+
+    # -- recovery -------------------------------------------------------------------------------
+
+    def recover(self, files: dict[int, int], delete: Callable[[int], None]) -> None:
+        """Starts from the files that are there. Those beyond the cap go first, oldest first."""
+        total = sum(files.values())
+        kept = []
+        for number, size in files.items():
+            if total > self.index.cap:
+                delete(number)
+                total -= size
+                self.counters["disk_segments_over_cap"] += 1
+                continue
+            self.index.found(number, size)
+            kept.append(number)
+        self.recovering = len(kept)
+        for number in reversed(kept):  # what is newest is asked for first
+            self._give(ScanJob(number))
+
+    # -- blocks ---------------------------------------------------------------------------------
+
+    @property
+    def unwritten(self) -> int:
+        """Blocks that wait to be written or are being written."""
+        return len(self._dirty) + len(self._writing)
+
+    def offer(self, key: bytes) -> None:
+        """A resident block may be written."""
+        if key in self.index or key in self._dirty or key in self._writing:
+            return
+        if not self.index.usable:
+            return
+        uses = self._arena.retention.uses(key)
+        if uses < 2 and len(self._dirty) >= max(1, self._arena.num_slots // 2):
+            self.counters["disk_shed"] += 1
+            return
+        self._dirty[key] = None
+
+    def evicted(self, blocks: Iterable[Block]) -> None:
+        """The arena has given these up."""
+        for block in blocks:
+            if block.key in self._dirty:
+                del self._dirty[block.key]
+                self.counters["disk_evicted_unwritten"] += 1
+
+    def read(self, key: bytes, slot: int) -> ReadJob:
+        """Starts reading a block into a slot."""
+        job = ReadJob(self.index.record(key), self._view(slot))
+        self._reads += 1
+        self._give(job)
+        return job
+
+    def save(self, record: Record, slot: int) -> None:
+        """Starts reading what was given up into a slot; nobody waits for it."""
+        self._give(ReadJob(record, self._view(slot), urgent=False))
+
+    def discard(self, key: bytes) -> None:
+        """A block is not to be trusted, wherever it came from."""
+        self._dirty.pop(key, None)
+        if key in self.index:
+            self.index.discard(key)
+        elif key in self._writing:
+            self._doomed.add(key)
+
+    def clear(self, tenant: bytes) -> int:
+        for key in list(self._dirty):
+            if self._arena.block(key).tenant == tenant:
+                del self._dirty[key]
+        self._doomed.update(
+            key for key, (_, record) in self._writing.items() if record.block.tenant == tenant
+        )
+        if self.recovering:
+            self._cleared.add(tenant)
+        return self.index.clear(tenant)
+
+    def clear_all(self) -> int:
+        """Forgets everything and deletes every file."""
+        self._dirty.clear()
+        self._doomed.update(self._writing)
+        return self._delete_all()
+
+    def _delete_all(self) -> int:
+        numbers = list(self.index.segments)
+        count = self.index.clear_all()
+        for number in numbers:
+            self._delete(number)
+        return count
+
+    # -- deciding -------------------------------------------------------------------------------
+
+    def step(self, now: float) -> None:
+        """Starts what can be started."""
+        if now >= self._probe_at:
+            self._probe_at = now + PROBE_SECONDS
+            self._give(ProbeJob())
+        if now < self._resting_until or self._writes:
+            return
+        if self.index.wants_cleaning:
+            self._clean()
+        if not self._dirty:
+            return
+        if self._reads and now - self._last_write < STARVED_SECONDS:
+            return
+        self._last_write = now
+        self._write()
+
+    def _write(self) -> None:
+        batch: list[Record] = []
+        full = False
+        most = min(self._batch, max(1, BATCH_BYTES // self.index.span))
+        wall = int(self._wall())
+        for _ in range(most):
+            if not self._dirty:
+                break
+            key = next(iter(self._dirty))
+            placed = self.index.place(self._arena.block(key), self._arena.retention.uses(key), wall)
+            if placed is Placed.FULL:
+                full = True
+                break
+            del self._dirty[key]
+            if isinstance(placed, Record):
+                self._hold(placed)
+                batch.append(placed)
+            else:
+                self.counters["disk_not_worth"] += 1
+        for records in _runs(batch):
+            payloads = tuple(self._view(self._writing[it.block.key][0].slot) for it in records)
+            self._writes += 1
+            self._give(WriteJob(records, payloads))
+        if full:  # behind the batch: what is moved lies behind it in the same segment
+            self._clean()
+
+    def _hold(self, record: Record) -> None:
+        lease = self._arena.lease(_OWNER, record.block.key, FOREVER)
+        self._writing[record.block.key] = lease, record
+
+    def _clean(self) -> None:
+        cleaning = self.index.clean(int(self._wall()))
+        if cleaning is None:
+            return
+        self._give_up(cleaning.dropped)
+        self._moves = len(cleaning.moves)
+        for source, target in cleaning.moves:
+            self._writes += 1
+            self._give(MoveJob(source, target))
+        if not self._moves:
+            self._emptied(cleaning.segment)
+
+    def _emptied(self, segment: int) -> None:
+        """Deletes what was cleaned. Not before the last move is known to have ended: until then
+        records are read where they lay, and the file would go before those reads."""
+        left = self.index.emptied(segment)
+        if left is not None:
+            self._give_up(left)
+            self._delete(segment)
+
+    def _delete(self, segment: int) -> None:
+        self._writes += 1
+        self._give(DeleteJob(segment))
+
+    def _give(self, job: Job) -> None:
+        self._jobs += 1
+        self._submit(job)
+
+    # -- outcomes -------------------------------------------------------------------------------
+
+    def done(self, job: Job, now: float) -> None:
+        """Accounts for what was done. Reads are accounted for here and acted on by the caller."""
+        self._jobs -= 1
+        match job:
+            case ReadJob():
+                self._reads -= job.urgent
+                self._read_done(job, now)
+            case WriteJob():
+                self._writes -= 1
+                self._write_done(job, now)
+            case MoveJob():
+                self._writes -= 1
+                self._move_done(job, now)
+            case DeleteJob():
+                self._writes -= 1
+                self._delete_done(job, now)
+            case ScanJob():
+                self._scan_done(job)
+            case ProbeJob():
+                self._probe_done(job, now)
+
+    def _read_done(self, job: ReadJob, now: float) -> None:
+        job.into.release()
+        if job.ok:
+            if job.urgent:
+                self.counters["disk_reads"] += 1
+                self.counters["disk_read_bytes"] += job.record.payload_bytes
+            else:
+                self.counters["disk_saved"] += 1
+            return
+        record = job.record
+        self._damaged(record, job.damage)
+        if job.damage == "short":
+            lost = self.index.truncated(record.segment, job.file_bytes)
+            self.counters["disk_records_lost"] += lost
+            self._probe_at = now  # perhaps the whole directory is gone
+
+    def _damaged(self, record: Record, damage: str) -> None:
+        self.counters[f"disk_damaged_{damage}"] += 1
+        log.warning("block %s on disk is damaged (%s)", record.block.key.hex(), damage)
+        key = record.block.key
+        if key in self.index and self.index.record(key) is record:
+            self.index.discard(key)
+
+    def _write_done(self, job: WriteJob, now: float) -> None:
+        for payload in job.payloads:
+            payload.release()
+        keys = [record.block.key for record in job.records]
+        for key in keys:
+            self._arena.release(self._writing.pop(key)[0])
+        if job.error is not None:
+            first = job.records[0]
+            lost = self.index.failed(job.records, {first.segment: job.file_bytes})
+            self.counters["disk_records_lost"] += lost
+            self._failed(job.error, now)
+            for key in reversed(keys):
+                if key in self._arena and key not in self._doomed:
+                    self._dirty[key] = None
+                    self._dirty.move_to_end(key, last=False)
+        else:
+            self._rest = FIRST_REST_S
+            self._batch = min(BATCH_BYTES, 2 * self._batch)
+            self.counters["disk_writes"] += len(job.records)
+            self.counters["disk_write_bytes"] += sum(record.span for record in job.records)
+            for record in job.records:
+                self._landed(record)
+        self._doomed.difference_update(keys)
+
+    def _landed(self, record: Record) -> None:
+        self.index.landed(record)
+        key = record.block.key
+        if key in self._doomed:
+            self.index.rewrite(record.segment)
+            if key in self.index:
+                self.index.discard(key)
+            self._doomed.discard(key)
+            if key in self._arena:  # it has been put again since
+                self.offer(key)
+
+    def _move_done(self, job: MoveJob, now: float) -> None:
+        if job.error is not None:
+            lost = self.index.failed([job.target], {job.target.segment: job.file_bytes})
+            self.counters["disk_records_lost"] += lost
+            self._failed(job.error, now)
+        elif job.damage:
+            self.index.failed([job.target], {})
+            self._damaged(job.source, job.damage)
+        else:
+            self.index.moved(job.source, job.target)
+            self.counters["disk_rewritten_bytes"] += job.target.span
+        self._moves -= 1
+        if not self._moves:
+            self._emptied(job.source.segment)
+
+    def _delete_done(self, job: DeleteJob, now: float) -> None:
+        if job.error is not None:
+            self._failed(job.error, now)
+            self.index.keep(job.segment, job.file_bytes)
+            return
+        self.index.deleted(job.segment)
+
+    def _scan_done(self, job: ScanJob) -> None:
+        self.recovering -= 1
+        self._scanned(job)
+        if not self.recovering:
+            self._cleared.clear()
+
+    def _scanned(self, job: ScanJob) -> None:
+        if job.scan is None:
+            log.warning("cannot read segment %d: %s", job.segment, job.error)
+            self.counters["disk_read_errors"] += 1
+            self.index.recovered(job.segment, 0, ())
+            return
+        found = self.index.recovered(job.segment, job.scan.size, job.scan.records)
+        self.counters["disk_recovered"] += found
+        self.counters["disk_foreign"] += len(job.scan.records) - found
+        self.counters["disk_damaged_header"] += job.scan.damaged
+        self.counters["disk_torn"] += job.scan.torn
+        for tenant in self._cleared:
+            self.index.clear(tenant)
+
+    def _probe_done(self, job: ProbeJob, now: float) -> None:
+        if job.lost:
+            self.counters["disk_lost"] += 1
+            log.warning("the cache directory is gone: %d blocks with it", len(self.index))
+            self._delete_all()  # what was written to the new directory before this was known
+            for block in self._arena.blocks():
+                self.offer(block.key)
+        if job.error is not None:
+            self._failed(job.error, now)
+
+    def _failed(self, error: OSError, now: float) -> None:
+        self.counters["disk_write_errors"] += 1
+        self._batch = 1  # a disk that is nearly full has room for one
+        if now >= self._resting_until:
+            log.warning("the disk tier rests for %g s: %s", self._rest, error)
+            self._resting_until = now + self._rest
+            self._rest = min(LONGEST_REST_S, 2 * self._rest)
+
+    # -- state ----------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        """Nothing is in flight and nothing waits to be written."""
+        if self._jobs or self._dirty or self.index.wants_cleaning:
+            return False
+        return self.index.cleaning is None
+
+    @property
+    def failing(self) -> bool:
+        """Several writes in a row have failed: waiting for the next one takes long."""
+        return self._rest > FAILING_REST_S
+
+    def wants_turn(self, now: float) -> bool:
+        """Whether a `step` soon could start something, without any outcome before it."""
+        waiting = bool(self._dirty) or self.index.wants_cleaning
+        return waiting and not self._writes and now >= self._resting_until
+
+    def ledger(self) -> dict[str, int]:
+        return {
+            **self.index.ledger(),
+            "unwritten": self.unwritten,
+            "unwritten_bytes": self.unwritten * self.index.span,
+            "reads_in_flight": self._reads,
+            "writes_in_flight": self._writes,
+            "recovering": self.recovering,
+        }
+
+    def check(self) -> None:
+        self.index.check()
+        assert all(key in self._arena for key in self._dirty), "an unwritten block is gone"
+        assert self._reads >= 0 and self._writes >= 0, "more was done than was started"
+
+
+def _runs(records: list[Record]) -> list[tuple[Record, ...]]:
+    """Records that lie one behind the other, together."""
+    runs: list[list[Record]] = []
+    for record in records:
+        if runs and runs[-1][-1].segment == record.segment:
+            runs[-1].append(record)
+        else:
+            runs.append([record])
+    return [tuple(run) for run in runs]

@@ -1,0 +1,1 @@
+"""What travels between processes, and how: messages, their encoding, sockets, who is let in."""

@@ -1,0 +1,323 @@
+"""The store when blocks are damaged, disks are slow, peers go and messages are lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvferry.kvstore.client.client import Transfer
+from kvferry.kvstore.node.debug import Hooks, StoreHooks
+from kvferry.kvstore.wire.faults import FaultInjector, FaultRule
+from kvferry.kvstore.wire.server import Server
+from kvferry.kvstore.wire.sockets import new_incarnation
+from kvferry.kvstore.wire.store import CancelFetch, Commit, Fetch, GiveBack, Release, Taken
+from kvferry.tests.rigs.store.rig import TENANT, TRANSFERS, MakeRig, Reader, chain_keys
+
+# -- damage, deadlines, slow disks -----------------------------------------------------------------
+
+
+@pytest.mark.A6
+@pytest.mark.parametrize("transfer", TRANSFERS)
+def test_a_damaged_block_in_memory_ends_the_load_before_it(
+    make_rig: MakeRig, transfer: Transfer
+) -> None:
+    rig = make_rig()
+    client = rig.client(transfer)
+    keys = chain_keys("x", 12)
+    rig.put(client, keys)
+    rig.settle()
+    view = rig.space.view(rig.space.tiers.arena.slot_of(keys[7]))
+    view[100] ^= 16
+    view.release()
+    load, blocks = rig.load(client, keys)
+    assert (load.ended, load.taken, len(blocks)) == ("damaged", 7, 7)
+    assert client.counters["blocks_damaged"] == 1
+    rig.settle()
+    if (
+        transfer == "arena"
+    ):  # inline the frame may be what was damaged, so the store keeps its block
+        assert rig.counters["host_damaged"] == 1
+        assert rig.answer(client.locate(keys)) == "h" * 7
+    assert rig.space.tiers.ledger()["loads"] == 0
+
+
+@pytest.mark.A6
+def test_hooks_damage_and_slow_the_tiers(make_rig: MakeRig) -> None:
+    rig = make_rig(slots=16, disk=4 << 20)
+    client = rig.client()
+    keys = chain_keys("x", 20)
+    for done in range(2, 21, 2):
+        rig.put(client, keys[:done], start=done - 2)
+        rig.settle()
+    cold = rig.answer(client.locate(keys))
+    assert isinstance(cold, str) and "d" in cold
+    rig.node._inject(StoreHooks(damage_reads=1))
+    load, _ = rig.load(client, keys)
+    assert (load.ended, load.taken) == ("short", cold.index("d"))
+    assert rig.counters["disk_damaged_payload"] == 1
+    rig.node._inject(StoreHooks(damage_host=3))
+    load, _ = rig.load(client, keys)
+    assert load.ended == "damaged"
+    assert Hooks(store=StoreHooks(read_delay_ms=5.0)).store is not None
+
+
+@pytest.mark.A7
+def test_a_load_from_a_slow_disk_ends_by_its_deadline_with_what_came(make_rig: MakeRig) -> None:
+    rig = make_rig(slots=64, disk=4 << 20)
+    client = rig.client()
+    keys = chain_keys("x", 30)
+    rig.put(client, keys)
+    rig.settle()
+    rig.close()
+    rig = make_rig(slots=64, disk=4 << 20)
+    client = rig.client()
+    rig.settle()
+    rig.node._inject(StoreHooks(read_delay_ms=50.0))
+    load, _ = rig.load(client, keys, seconds=0.4)
+    assert load.ended == "deadline" and load.taken < 20
+    rig.node._inject(StoreHooks(read_delay_ms=0.0))
+    rig.settle()
+    load, _ = rig.load(client, keys)
+    assert load.taken == 30, "used again once it is fast"
+
+
+# -- peers that go ---------------------------------------------------------------------------------
+
+
+@pytest.mark.A5
+@pytest.mark.parametrize("transfer", TRANSFERS)
+def test_a_store_that_dies_ends_every_load_and_a_new_one_is_found(
+    make_rig: MakeRig, tmp_path: Path, transfer: Transfer
+) -> None:
+    rig = make_rig(disk=4 << 20)
+    client = rig.client(transfer)
+    keys = chain_keys("x", 20)
+    rig.put(client, keys)
+    rig.settle()
+    load = client.fetch(keys, deadline_s=60.0)
+    rig.until(lambda: load.ready > 3)
+    reader = Reader()
+    assert load.take(reader.write)
+    address = rig.server.address
+    rig.node.close()
+    rig.server.close()
+    deadline = time.monotonic() + 20
+    while client.available:
+        assert time.monotonic() < deadline
+        client.turn()
+    assert load.ended == "lost" and load.ready == 0 and load.taken == 1
+    assert client.put(TENANT, keys[0], 1, chain_keys("z", 3), lambda index: b"") == 0
+    assert client.fetch(keys, deadline_s=1.0).ended == "no store"
+    rig.server = Server(rig.context, address, new_incarnation())
+    rig.node = type(rig.node)(rig.server, rig.node._sizes)
+    rig.until(lambda: client.available and client.room > 0)
+    rig.settle()
+    assert rig.load(client, keys)[0].taken == 20
+
+
+def test_a_node_that_leaves_holds_nothing(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    stays, leaves = rig.client(), rig.client()
+    keys = chain_keys("x", 10)
+    rig.put(stays, keys)
+    rig.settle()
+    load = leaves.fetch(keys, deadline_s=60.0)
+    rig.until(lambda: load.ready > 0)
+    assert rig.space.tiers.arena.ledger()["leases"] > 0
+    rig.clients.remove(leaves)
+    leaves.close()
+    rig.until(lambda: rig.node.ledger()["members"] == 1)
+    rig.until(lambda: rig.node.ledger()["unburied"] == 0)
+    ledger = rig.space.tiers.arena.ledger()
+    assert ledger["leases"] == ledger["quarantined"] == 0
+    assert ledger["reserved"] == stays.room
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    """What it has printed since the last call; nothing is waited for."""
+    assert process.stdout is not None
+    try:
+        return os.read(process.stdout.fileno(), 4096).decode()
+    except BlockingIOError:
+        return ""
+
+
+WRITER = """
+import os, signal, sys, time, zmq
+from kvferry.kvstore.wire.client import Client
+from kvferry.kvstore.wire.hello import Hello
+from kvferry.kvstore.tiers.shared_memory import SharedMemory
+from kvferry.kvstore.wire.sockets import new_incarnation
+from kvferry.kvstore.client.client import StoreClient
+from kvferry.kvstore.wire.codec import PROTOCOL
+from kvferry.tests.rigs.store.rig import BLOCK_BYTES, FINGERPRINT, TENANT
+
+context = zmq.Context()
+hello = Hello(PROTOCOL, "prefill", FINGERPRINT)
+client = StoreClient(
+    lambda: Client(context, sys.argv[1], hello, new_incarnation()), BLOCK_BYTES, transfer="arena"
+)
+while not client.room:
+    client.turn()
+    time.sleep(0.01)
+
+def stopped(index):
+    print("stopping", flush=True)
+    os.kill(os.getpid(), signal.SIGSTOP)
+    return b"late" * (BLOCK_BYTES // 4)  # and now it writes into the slot that it was granted
+
+client.put(TENANT, bytes(16), 0, [b"late" * 4], stopped)
+print("written", flush=True)
+while True:
+    client.turn()
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.B2
+@pytest.mark.parametrize("end", ["continues", "is killed"])
+def test_a_stopped_writer_never_writes_into_a_slot_that_was_reused(
+    make_rig: MakeRig, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is stopped between reservation and write, past every limit, while the arena is short."""
+    monkeypatch.setattr("kvferry.kvstore.wire.sockets.HEARTBEAT_MS", 250)
+    monkeypatch.setattr("kvferry.kvstore.wire.sockets.HEARTBEAT_TIMEOUT_MS", 1500)
+    skew = [0.0]
+    rig = make_rig(slots=32, clock=lambda: time.monotonic() + skew[0])
+    client = rig.client()
+    with (
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, rig.server.address], stdout=subprocess.PIPE, text=True
+        ) as writer,
+        contextlib.ExitStack() as at_end,
+    ):
+        at_end.callback(writer.kill)
+        assert writer.stdout is not None
+        os.set_blocking(writer.stdout.fileno(), False)
+        rig.until(lambda: "stopping" in said(writer))
+        rig.until(lambda: rig.space.tiers.arena.num_quarantined > 0)
+        quarantined = rig.space.tiers.arena.num_quarantined
+        skew[0] = 1e6  # past every limit of the store's
+        chains = [chain_keys(n, 8) for n in range(30)]
+        for keys in chains:
+            rig.put(client, keys)
+        assert rig.space.tiers.arena.num_quarantined == quarantined, "silence proves nothing"
+        os.kill(writer.pid, signal.SIGCONT if end == "continues" else signal.SIGKILL)
+        if end == "continues":
+            rig.until(lambda: "written" in said(writer))
+        rig.until(lambda: rig.space.tiers.arena.num_quarantined == 0)
+        taken = sum(rig.load(client, keys)[0].taken for keys in chains)  # each block proven right
+        assert taken >= 32 - quarantined - 2 * client.room - 2
+        for keys in chains:
+            rig.put(client, keys)
+        assert rig.load(client, chains[-1])[0].taken == 8
+        assert rig.answer(client.locate([b"late" * 4])) == "", "the late commit counts for nothing"
+
+
+@pytest.mark.B2
+def test_ids_that_are_unknown_consumed_or_out_of_range_do_nothing(make_rig: MakeRig) -> None:
+    rig = make_rig()
+    client, other = rig.client(), rig.client()
+    keys = chain_keys("x", 6)
+    rig.put(client, keys)
+    rig.settle()
+    link, foreign = client.links[0], other._puts.stock[0]
+    dice = random.Random(5)
+    for slot in (foreign, 10**9, 2**50, client._puts.stock[0] + 10**6):
+        link.send(Commit(TENANT, bytes(16), 0, b"n" * 16, (slot,), (1,), False, False))
+        link.send(GiveBack((slot,)))
+        link.send(Release((slot,)))
+    link.send(Commit(TENANT, bytes(16), 0, b"n" * 15, (1,), (1,), False, False))
+    link.send(Commit(TENANT, bytes(16), 0, b"n" * 32, (1,), (1,), False, False))
+    for number in (0, 1, 10**9):
+        link.send(Taken(number, dice.randrange(10)))
+        link.send(CancelFetch(number))
+    link.send(Fetch(10**6, b"".join(keys), 99, 1.0, 4))
+    link.send(Fetch(10**6, b"".join(keys), 0, float("nan"), 4))
+    rig.settle()
+    assert rig.counters["commits_refused"] >= 4
+    assert rig.counters["messages_invalid"] >= 2
+    assert rig.load(client, keys)[0].taken == 6
+    assert rig.put(other, chain_keys("y", 6)) == 6
+
+
+@pytest.mark.D7
+@pytest.mark.parametrize("transfer", TRANSFERS)
+def test_lost_repeated_and_damaged_messages_serve_nothing_wrong(
+    make_rig: MakeRig, transfer: Transfer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvferry.kvstore.client.puts.HOLDING_SECONDS", 0.1)
+    skew = [0.0]
+    rig = make_rig(slots=64, disk=4 << 20, clock=lambda: time.monotonic() + skew[0])
+    client = rig.client(transfer)
+    rules = [
+        FaultRule(
+            "drop", ("Commit", "Granted", "Taken", "Leased", "Delivered", "FetchEnded"), 0.05
+        ),
+        FaultRule(
+            "duplicate", ("Commit", "Granted", "Taken", "Leased", "Delivered", "FetchEnded"), 0.05
+        ),
+        FaultRule("reorder", ("Granted", "Leased", "Delivered", "FetchEnded"), 0.05),
+        FaultRule("corrupt", ("Commit", "Delivered"), 0.05, part="payload"),
+    ]
+    rig.server.faults = FaultInjector(rules, seed=6)
+    client.links[0].faults = FaultInjector(rules, seed=7)
+    chains = [chain_keys(n, 6) for n in range(20)]
+    taken = 0
+    for number in range(12):
+        keys = chains[number % 20]
+        rig.until(lambda: client.room > 0)
+        rig.put(client, keys, wait=False)
+        taken += rig.load(client, keys, seconds=0.2)[0].taken
+    assert taken > 8, "it recovers from what was lost"
+    rig.server.faults = None
+    client.links[0].faults = None
+    arena = rig.space.tiers.arena
+    skew[0] = 2 * rig.space.tiers.lease_s  # nobody says any more that those were taken
+    rig.settle()
+    assert arena.ledger()["leases"] == 0
+    rig.node.check()
+
+
+@pytest.mark.D4
+def test_a_mixed_load_with_faults_leaves_nothing_behind(make_rig: MakeRig) -> None:
+    rig = make_rig(slots=48, disk=2 << 20)
+    clients = [rig.client("arena"), rig.client("inline")]
+    dice = random.Random(8)
+    chains = [chain_keys(n, 8) for n in range(40)]
+
+    def mixed(count: int) -> None:
+        for _ in range(count):
+            client, keys = dice.choice(clients), dice.choice(chains)
+            if dice.random() < 0.05:
+                faults = rig.node.faults
+                faults.fail_reads = faults.damage_reads = faults.fail_writes = 1
+            if dice.random() < 0.1:
+                load = client.fetch(keys, deadline_s=dice.choice((0.0, 5.0)))
+                rig.turn()
+                load.cancel()
+                continue
+            got = rig.load(client, keys)[0].taken
+            rig.put(client, keys, start=got, wait=False)
+
+    mixed(60)
+    rig.settle()
+    before = len(os.listdir("/proc/self/fd"))
+    mixed(300)
+    rig.node.faults.fail_reads = rig.node.faults.damage_reads = rig.node.faults.fail_writes = 0
+    rig.settle()
+    assert len(os.listdir("/proc/self/fd")) <= before + 1  # the segment that is appended to
+    ledger: Any = rig.space.tiers.ledger()
+    assert ledger["loads"] == ledger["held"] == ledger["filling"] == 0
+    for place in ("leases", "withdrawn", "quarantined", "filling"):
+        assert ledger["arena"][place] == 0
+    assert ledger["disk"]["used_bytes"] == rig.bytes_on_disk() <= 2 << 20

@@ -1,0 +1,295 @@
+"""The disk tier: its cap holds, what is hot stays, what is cleared is gone, and it starts again."""
+
+from __future__ import annotations
+
+import random
+import stat
+import time
+from pathlib import Path
+
+import pytest
+
+from kvferry.kvstore.errors import ConfigError
+from kvferry.kvstore.tiers.disk.files import FileSystem
+from kvferry.kvstore.tiers.disk.record import ALIGNMENT, HEADER_BYTES, Record, unpack
+from kvferry.kvstore.tiers.disk.segments import Placed, SegmentIndex
+from kvferry.kvstore.tiers.disk.worker import MoveJob
+from kvferry.kvstore.tiers.host import Block
+from kvferry.tests.rigs.store.rig import TENANT, chain_keys
+from kvferry.tests.rigs.store.tiers import FINGERPRINT, SIZE, SPAN, TiersRig, filled
+
+
+@pytest.mark.A2
+def test_another_build_never_hits_and_its_records_go_first(tmp_path: Path) -> None:
+    keys = filled(tmp_path, 4, 8, cap=64 * SPAN)
+    other = TiersRig(tmp_path, cap=64 * SPAN, fingerprint=b"g" * 16)
+    other.settle()
+    assert [other.read(chain, number + 1) for number, chain in enumerate(keys)] == [0] * 4
+    assert other.counter("disk_foreign") == 32
+    assert other.index.used == other.bytes_on_disk() == 32 * SPAN, "they are kept, and counted"
+    for number in range(20):
+        other.put(chain_keys(f"new {number}", 8))
+        other.settle()
+    other.files.close()
+    back = TiersRig(tmp_path, cap=64 * SPAN)
+    back.settle()
+    assert [back.read(chain, number + 1) for number, chain in enumerate(keys)] == [0] * 4
+    back.files.close()
+
+
+@pytest.mark.A5
+def test_the_cap_is_never_passed_and_equals_the_files(tmp_path: Path) -> None:
+    dice = random.Random(3)
+    cap = 40 * SPAN
+    rig = TiersRig(tmp_path, slots=64, cap=cap)
+    for number in range(300):
+        rig.put(chain_keys(number, dice.randrange(1, 6)))
+        rig.tick()
+        while rig.jobs:
+            rig.work()
+            assert rig.bytes_on_disk() <= cap, "the hard cap was passed"
+            rig.tick()
+            rig.tiers.check()
+    rig.settle()
+    assert rig.bytes_on_disk() == rig.index.used
+    assert rig.counter("disk_segments_cleaned") > 10
+    rig.files.close()
+
+
+@pytest.mark.A5
+def test_a_thousand_puts_and_removals_near_the_budget_account_for_every_byte(
+    tmp_path: Path,
+) -> None:
+    dice = random.Random(4)
+    cap = 100 * SPAN
+    rig = TiersRig(tmp_path, slots=40, cap=cap)
+    tenants = [bytes([65 + n]) * 16 for n in range(4)]
+    for number in range(1000):
+        rig.put(chain_keys(number % 30, 4, tenant=str(number % 4)), tenant=tenants[number % 4])
+        if dice.random() < 0.1:
+            rig.tiers.clear(tenants[dice.randrange(4)])
+        if number % 10 == 0:
+            rig.settle()
+            assert rig.bytes_on_disk() == rig.index.used <= cap
+        rig.tiers.check()
+    rig.settle()
+    rig.tiers.clear(None)
+    rig.settle()
+    assert rig.bytes_on_disk() == rig.index.used == 0
+    assert rig.tiers.arena.num_resident == 0
+    rig.tiers.check()
+    rig.files.close()
+
+
+def test_clearing_one_tenant_removes_its_bytes_from_the_files(tmp_path: Path) -> None:
+    rig = TiersRig(tmp_path, slots=300, cap=200 * SPAN)
+    mine, theirs = b"m" * 16, b"t" * 16
+    chains = [(chain_keys(n, 8), mine if n % 2 else theirs) for n in range(16)]
+    for keys, tenant in chains:
+        rig.put(keys, tenant=tenant)
+    rig.settle()
+    cleared = rig.tiers.clear(mine)
+    assert (cleared.host, cleared.disk) == (64, 64)
+    rig.settle()
+    stored = [
+        unpack(data[at : at + HEADER_BYTES], number, at)
+        for number in rig.files.list()
+        for data in [rig.files.path(number).read_bytes()]
+        for at in range(0, len(data), ALIGNMENT)
+    ]
+    assert {it.block.tenant for it in stored if it} == {theirs}
+    for number, (keys, tenant) in enumerate(chains):
+        assert rig.read(keys, number + 1) == (0 if tenant == mine else 8)
+    assert rig.bytes_on_disk() == rig.index.used
+    rig.files.close()
+
+
+def test_cleaning_keeps_what_is_hot(tmp_path: Path) -> None:
+    rig = TiersRig(tmp_path, slots=64, cap=640 * SPAN)
+    hot = [chain_keys(f"hot {n}", 1) for n in range(60)]
+    for number, keys in enumerate(hot):  # one in each segment
+        rig.put(keys)
+        rig.put(chain_keys(number, 9))
+        rig.settle()
+    for number in range(100):
+        for index in range(6):
+            keys = hot[(6 * number + index) % 60]
+            assert rig.read(keys, 10 * number + index + 1) == 1, "a hot block was given up"
+        rig.put(chain_keys(f"cold {number}", 10))
+        rig.settle()
+    assert rig.counter("disk_rewritten") > 0
+    assert rig.counter("disk_dropped") > 500
+    rig.files.close()
+
+
+def test_a_block_that_is_moved_is_served_before_the_tiers_hear_of_the_move(
+    tmp_path: Path,
+) -> None:
+    """The thread is ahead of the tiers: it may have emptied a whole segment by then."""
+    dice = random.Random(1)
+    rig = TiersRig(tmp_path, slots=64, cap=1024 * SPAN)
+    assert rig.index.segment_bytes == 4 * SPAN
+    chains = [chain_keys(number, 4) for number in range(400)]
+    chain_of = {key: chain for chain in chains for key in chain}
+    asked = 0
+    for number in range(1200):
+        keys = chains[min(399, int(dice.expovariate(1 / 150)))]
+        rig.run_ahead(20)
+        moved = [job.source for job in rig.outcomes if isinstance(job, MoveJob)]
+        if moved and moved[-1].block.key not in rig.tiers.arena:
+            keys = chain_of[moved[-1].block.key]
+            asked += 1
+        got = rig.read(keys, number + 1)
+        rig.put(keys, start=got)
+        rig.hear()
+        rig.tick(dice.random())
+        rig.tiers.check()
+    rig.settle()
+    assert asked > 50, "it was not put to the test"
+    damages = ("short", "gone", "header", "payload")
+    assert [rig.counter(f"disk_damaged_{damage}") for damage in damages] == [0] * 4
+    assert rig.bytes_on_disk() == rig.index.used
+    rig.files.close()
+
+
+def test_larger_files_of_an_earlier_store_are_cleaned_without_loss() -> None:
+    """What is kept free is enough for all of a segment that is worth keeping."""
+    index = SegmentIndex(4096 * SPAN, FINGERPRINT, SIZE)
+    assert index.segment_bytes == 8 * SPAN
+    keys = chain_keys("found", 3840)
+    blocks = [Block(key, bytes(16), TENANT, 0, 1) for key in keys]
+    for number in range(30):
+        index.found(number + 1, 128 * SPAN)
+    for number in range(30):
+        records = [
+            Record(FINGERPRINT, block, SIZE, number + 1, at * SPAN, 0, 1)
+            for at, block in enumerate(blocks[128 * number : 128 * (number + 1)])
+        ]
+        assert index.recovered(number + 1, 128 * SPAN, records) == 128
+    hot = keys[::2]
+    for key in hot:
+        index.touch([key])
+    for key in chain_keys("new", 500):
+        while (placed := index.place(Block(key, bytes(16), TENANT, 0, 1), 2, 0)) is Placed.FULL:
+            cleaning = index.clean(0)
+            assert cleaning is not None
+            for source, target in cleaning.moves:
+                index.moved(source, target)
+            index.deleted(cleaning.segment)
+            assert index.used <= index.cap
+        assert isinstance(placed, Record)
+        index.landed(placed)
+    index.check()
+    assert all(key in index for key in hot)
+
+
+def test_a_block_used_once_does_not_displace_blocks_that_are_used(tmp_path: Path) -> None:
+    rig = TiersRig(tmp_path, slots=130, cap=64 * SPAN)
+    hot = [chain_keys(f"hot {n}", 6) for n in range(10)]
+    for keys in hot:
+        rig.put(keys)
+    rig.settle()
+    for number in range(3):
+        for index, keys in enumerate(hot):
+            assert rig.read(keys, 100 * number + index + 1) == 6
+    rig.index._order.give_credit(True)  # as it is when that has proven better
+    for number in range(6):
+        rig.put(chain_keys(f"scan {number}", 4))
+        rig.settle()
+    assert rig.counter("disk_not_worth") > 0
+    assert all(key in rig.index for keys in hot for key in keys)
+    rig.files.close()
+
+
+def test_one_directory_has_one_owner_and_nobody_else_can_read_it(tmp_path: Path) -> None:
+    folder = tmp_path / "blocks"
+    rig = TiersRig(folder, cap=64 << 20)
+    rig.put(chain_keys("x", 4))
+    rig.settle()
+    with pytest.raises(ConfigError, match="in use"):
+        FileSystem(folder).lock()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    for path in folder.iterdir():
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    rig.files.close()
+    again = FileSystem(folder)
+    again.lock()
+    again.close()
+
+
+def test_a_smaller_cap_at_the_next_start_is_kept_at_once(tmp_path: Path) -> None:
+    filled(tmp_path, 40, 8, cap=400 * SPAN)
+    rig = TiersRig(tmp_path, cap=64 * SPAN)
+    assert rig.bytes_on_disk() <= 64 * SPAN
+    rig.settle()
+    rig.tiers.check()
+    assert rig.bytes_on_disk() == rig.index.used
+    rig.files.close()
+
+
+def test_more_than_can_be_written_is_shed_and_counted(tmp_path: Path) -> None:
+    rig = TiersRig(tmp_path, slots=64, cap=64 << 20)
+    for number in range(30):
+        rig.put(chain_keys(number, 4))  # and the disk does nothing
+        rig.tiers.check()
+    assert rig.counter("disk_shed") > 0
+    assert rig.tiers.disk is not None and rig.tiers.disk.unwritten <= 33
+    rig.settle()
+    assert rig.counter("disk_shed") + rig.counter("disk_evicted_unwritten") + len(rig.index) == 120
+    rig.files.close()
+
+
+def test_reads_come_before_writes(tmp_path: Path) -> None:
+    keys = filled(tmp_path, 8, 8)
+    rig = TiersRig(tmp_path, slots=32, cap=64 << 20)
+    rig.settle()
+    rig.put(chain_keys("new", 8))
+    rig.tick(1.0)
+    assert rig.jobs, "a write waits"
+    assert rig.read(keys[0], 1) == 8
+    assert rig.counter("disk_writes") == 0, "the reads overtook it"
+    rig.settle()
+    assert rig.counter("disk_writes") == 8
+    rig.files.close()
+
+
+@pytest.mark.A3
+def test_a_restart_doubles_nothing(tmp_path: Path) -> None:
+    keys = filled(tmp_path, 10, 8)
+    before = sum(FileSystem(tmp_path).list().values())
+    for _ in range(3):
+        rig = TiersRig(tmp_path, slots=200, cap=64 << 20)
+        rig.settle()
+        for chain in keys:
+            rig.put(chain)
+        rig.settle()
+        assert rig.bytes_on_disk() == before
+        assert [rig.read(chain, n + 1) for n, chain in enumerate(keys)] == [8] * 10
+        rig.files.close()
+
+
+def test_time_is_not_part_of_identity(tmp_path: Path) -> None:
+    filled(tmp_path, 1, 2)
+    data = FileSystem(tmp_path).path(1).read_bytes()
+    record = unpack(data[:HEADER_BYTES], 1, 0)
+    assert record is not None and record.fingerprint == FINGERPRINT
+    assert abs(record.written_s - time.time()) < 3600
+    assert unpack(data[:HEADER_BYTES], 1, SPAN) is None, "a record elsewhere is none"
+    assert unpack(data[:HEADER_BYTES], 2, 0) is None
+
+
+def test_a_tenant_is_cleared_and_what_was_found_at_the_start_is_kept(tmp_path: Path) -> None:
+    mine, theirs = b"m" * 16, b"t" * 16
+    rig = TiersRig(tmp_path, slots=100, cap=200 * SPAN)
+    kept, gone = chain_keys("kept", 8), chain_keys("gone", 8)
+    rig.put(kept, tenant=theirs)
+    rig.put(gone, tenant=mine)
+    rig.settle()
+    rig.files.close()
+    rig = TiersRig(tmp_path, slots=100, cap=200 * SPAN)
+    rig.settle()
+    rig.tiers.clear(mine)
+    rig.settle()
+    assert (rig.read(kept, 1), rig.read(gone, 2)) == (8, 0)
+    assert rig.bytes_on_disk() == rig.index.used == 8 * SPAN
+    rig.files.close()
