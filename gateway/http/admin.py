@@ -92,17 +92,17 @@ class Admin:
 
 
 def _about(name: str, node: Node) -> dict[str, Any]:
-    load = node.load
+    status = node.status
     figures: dict[str, Any] = {"state": node.state}
-    if load is not None and node.role == "store":
-        figures |= {"tiers": by_tier(load.counters)}
-    elif load is not None:
+    if status is not None and node.role == "store":
+        figures |= {"tiers": by_tier(status.counters)}
+    elif status is not None:
         figures |= {
-            "running": load.running,
-            "waiting": load.waiting,
-            "blocks_used": load.blocks_used,
-            "blocks_cached": load.blocks_cached,
-            "blocks_total": load.blocks_total,
+            "running": status.running,
+            "waiting": status.waiting,
+            "blocks_used": status.blocks_used,
+            "blocks_cached": status.blocks_cached,
+            "blocks_total": status.blocks_total,
         }
     return identity(name, node) | figures
 

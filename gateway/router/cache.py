@@ -108,13 +108,13 @@ async def stats(nodes: Nodes) -> Json:
 
 
 def _device(node: Node) -> Json:
-    load = node.load
-    if load is None:
+    status = node.status
+    if status is None:
         return {}
     return {
-        "blocks_used": load.blocks_used,
-        "blocks_cached": load.blocks_cached,
-        "blocks_total": load.blocks_total,
+        "blocks_used": status.blocks_used,
+        "blocks_cached": status.blocks_cached,
+        "blocks_total": status.blocks_total,
     }
 
 

@@ -40,9 +40,9 @@ from kvferry.kvstore.wire.status import (
     DebugReply,
     DebugRequest,
     KeyBatch,
-    Load,
     ResetCache,
     Resync,
+    Status,
     StepNotice,
 )
 from kvferry.kvstore.wire.store import CacheReply, CacheRequest
@@ -73,7 +73,7 @@ class Node:
     def __init__(self, role: Role, address: str, new_client: NewClient, said: SparseLog) -> None:
         self.role = role
         self.address = address
-        self.load: Load | None = None
+        self.status: Status | None = None
         self.keys = KnownKeys()
         self.book = Book(self.keys)
         self.usable = False
@@ -119,7 +119,7 @@ class Node:
 
     @property
     def draining(self) -> bool:
-        return self.load is not None and self.load.draining
+        return self.status is not None and self.status.draining
 
     @property
     def able(self) -> bool:
@@ -228,7 +228,7 @@ class Node:
         self._handover.flush()
         self.close()
         self.usable = self.stalled = self._welcomed = self._given_up = False
-        self.load = None
+        self.status = None
         self._predicted = 0.0
         for question in self._asked.values():
             if not question.done():
@@ -337,8 +337,8 @@ class Node:
             if request is not None and request.asked:
                 request.asked = False
                 request.sink(message)
-        elif isinstance(message, Load):
-            self.load = message
+        elif isinstance(message, Status):
+            self.status = message
         elif isinstance(message, StepNotice):
             self._predicted = message.predicted_s
         elif isinstance(message, KeyBatch):

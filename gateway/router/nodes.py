@@ -361,4 +361,4 @@ class Nodes:
 
 def _reported(node: Node) -> int:
     """Requests there as of the node's last report: ours of then, and those of other gateways."""
-    return node.load.running + node.load.waiting if node.load is not None else 0
+    return node.status.running + node.status.waiting if node.status is not None else 0

@@ -179,9 +179,9 @@ class _NodeCollector(Collector):
     def _requests(self) -> Iterator[Metric]:
         running = waiting = 0
         for node in self._nodes.decode:
-            if node.load is not None:
-                running += node.load.running
-                waiting += node.load.waiting
+            if node.status is not None:
+                running += node.status.running
+                waiting += node.status.waiting
         for name, value, help in (
             ("num_requests_running", running, "Sequences that decode."),
             ("num_requests_waiting", waiting, "Requests queued at decode nodes."),
@@ -209,9 +209,9 @@ class _NodeCollector(Collector):
             up.add_metric(names, node.usable and not node.stalled)
             for name, family in counted.items():
                 family.add_metric(names, node.counters[name])
-            if node.load is not None and node.role != "store":
-                usage.add_metric(names, node.load.blocks_used / max(1, node.load.blocks_total))
-                cached.add_metric(names, node.load.blocks_cached)
+            if node.status is not None and node.role != "store":
+                usage.add_metric(names, node.status.blocks_used / max(1, node.status.blocks_total))
+                cached.add_metric(names, node.status.blocks_cached)
         yield from (up, usage, cached, *counted.values())
 
     def _counters(self) -> Iterator[Metric]:
@@ -220,7 +220,7 @@ class _NodeCollector(Collector):
         for node in self._nodes:
             if node.role == "store":  # see `store_metrics`
                 continue
-            counters = node.load.counters if node.load is not None else {}
+            counters = node.status.counters if node.status is not None else {}
             for stem, value in counters.items():
                 # The wire lets only harmless names through; two of them are told apart by this.
                 stem = stem.removesuffix("_total")

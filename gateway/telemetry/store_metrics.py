@@ -40,7 +40,7 @@ class StoreCollector(Collector):
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        stores = [(it, it.load.counters) for it in self._nodes.stores if it.load is not None]
+        stores = [(it, it.status.counters) for it in self._nodes.stores if it.status is not None]
         if not stores:
             return
         for name, help in TIER_GAUGES.items():

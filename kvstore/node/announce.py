@@ -1,4 +1,4 @@
-"""What a node tells every gateway about itself, unasked: load, keys, long steps.
+"""What a node tells every gateway about itself, unasked: status, keys, long steps.
 
 Owns the numbering of key batches and when the next report is due; it reads the pool's changes and
 knows nothing of requests.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from kvferry.kvstore.tiers.device import BlockPool
 from kvferry.kvstore.wire.message import MAX_STEP_SECONDS
 from kvferry.kvstore.wire.server import Peer, Server
-from kvferry.kvstore.wire.status import KeyBatch, Load, StepNotice
+from kvferry.kvstore.wire.status import KeyBatch, Status, StepNotice
 
 REPORT_SECONDS = 0.5
 NOTICE_SECONDS = 0.25
@@ -21,7 +21,7 @@ NOTICE_SECONDS = 0.25
 
 @dataclass(frozen=True, slots=True)
 class NodeState:
-    """The part of a `Load` that only the node knows."""
+    """The part of a `Status` that only the node knows."""
 
     running: int
     waiting: int
@@ -73,7 +73,7 @@ class Announcer:
             return
         self._due = now + REPORT_SECONDS
         state = self._state()
-        load = Load(
+        status = Status(
             running=state.running,
             waiting=state.waiting,
             blocks_used=self._pool.num_held,
@@ -83,7 +83,7 @@ class Announcer:
             counters=dict(state.counters),
         )
         for peer in self._gateways():
-            self._server.send(peer, load)
+            self._server.send(peer, status)
         self._send_keys(newcomers)
 
     def _send_keys(self, newcomers: list[Peer]) -> None:

@@ -33,7 +33,7 @@ from kvferry.kvstore.tiers.disk.worker import DiskFaults
 from kvferry.kvstore.tiers.shared_memory import SharedMemory
 from kvferry.kvstore.wire.hello import Hello, Refused, Welcome
 from kvferry.kvstore.wire.server import FromPeer, Peer, Server
-from kvferry.kvstore.wire.status import DebugRequest, Drain, Load, Resync
+from kvferry.kvstore.wire.status import DebugRequest, Drain, Resync, Status
 from kvferry.kvstore.wire.store import (
     Attach,
     CacheReply,
@@ -327,7 +327,7 @@ class StoreNode:
             return
         self._report_at = now + REPORT_SECONDS
         arena = None if self.space is None else self.space.tiers.arena
-        load = Load(
+        status = Status(
             running=0 if self.space is None else len(self.space.tiers.loads.active),
             waiting=0,
             blocks_used=0 if arena is None else arena.num_resident,
@@ -338,7 +338,7 @@ class StoreNode:
         )
         for peer in list(self._server.peers.values()):
             if peer.role == "gateway":
-                self._server.send(peer, load)
+                self._server.send(peer, status)
 
     def figures(self) -> dict[str, float]:
         """Counters and gauges by metric stem."""

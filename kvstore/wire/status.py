@@ -1,11 +1,11 @@
 """Messages between a gateway and any node about the node itself: its state and its care.
 
-A node, be it a store, announces its load, the blocks it has and the steps that take long. A gateway
+A node, be it a store, announces its status, its blocks and the steps that take long. A gateway
 asks it to drain, to restate its keys, to forget its cache, or what it holds. No message here is
 about a request or a transfer.
 
     gateway → node    Drain  Resync  ResetCache  DebugRequest
-    node → gateway    Load  KeyBatch  CacheReset  DebugReply
+    node → gateway    Status  KeyBatch  CacheReset  DebugReply
     node → anyone     StepNotice
 """
 
@@ -19,7 +19,7 @@ from kvferry.kvstore.keys import KEY_BYTES
 from kvferry.kvstore.wire.message import MAX_STEP_SECONDS, Count, Figure, Message, Name, Raw, Text
 
 
-class Load(Message, frozen=True, array_like=True, tag=23):
+class Status(Message, frozen=True, array_like=True, tag=23):
     """A node's state, sent to every gateway about once a second and when it changes much."""
 
     running: Count
@@ -89,6 +89,6 @@ class DebugReply(Message, frozen=True, array_like=True, tag=29):
 
 
 NodeMessage = (
-    Load | KeyBatch | StepNotice | Drain | Resync | ResetCache | CacheReset | DebugRequest
+    Status | KeyBatch | StepNotice | Drain | Resync | ResetCache | CacheReset | DebugRequest
     | DebugReply
 )  # fmt: skip

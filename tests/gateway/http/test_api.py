@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from kvferry.kvstore.keys import chain, root_key, unpack_tokens
-from kvferry.kvstore.wire.status import Load
+from kvferry.kvstore.wire.status import Status
 from kvferry.tests.rigs.gateway import web
 from kvferry.tests.rigs.gateway.api import CHAT, COMPLETIONS, error_of, events, fresh, text_of
 from kvferry.tests.rigs.gateway.rig import (
@@ -254,7 +254,7 @@ def test_metrics_count_what_happened(rig: Rig) -> None:
     assert [value(name) for name in names] == [
         then + more for then, more in zip(before, (1, 8, 16, 1, 7, 1), strict=True)
     ]
-    rig.decode.say(Load(3, 4, 16, 8, 64, False, {"preemptions": 5.0, "steps": 9.0}))
+    rig.decode.say(Status(3, 4, 16, 8, 64, False, {"preemptions": 5.0, "steps": 9.0}))
     wait_until(lambda: value("kvferry_num_requests_running") == 3)
     assert value("kvferry_num_requests_waiting") == 4
     assert value("kvferry_kv_cache_usage_perc") == 0.25

@@ -18,7 +18,7 @@ from kvferry.gateway.router.policy import (
     best_decode,
     order_prefill,
 )
-from kvferry.kvstore.wire.status import Load
+from kvferry.kvstore.wire.status import Status
 from kvferry.tests.rigs.gateway.rig import FakeDecode, Rig, several, wait_until
 
 NODES = [f"tcp://10.0.0.{number}:7000" for number in range(5)]
@@ -95,8 +95,8 @@ def test_requests_of_a_session_go_to_one_node_while_it_is_there(tmp_path: Path) 
         keyed = homes(rig, nodes, json={"prompt_cache_key": "s3"})
         assert keyed == found[3], "the field means what the header does"
         (home,) = found[0]
-        nodes[home].say(Load(0, 0, 0, 0, 64, True, {}))
+        nodes[home].say(Status(0, 0, 0, 0, 64, True, {}))
         wait_until(lambda: rig.gateway.nodes.decode[home].draining)
         assert homes(rig, nodes, headers={"session-id": "s0"}) == {1 - home}
-        nodes[home].say(Load(0, 0, 0, 0, 64, False, {}))
+        nodes[home].say(Status(0, 0, 0, 0, 64, False, {}))
         wait_until(lambda: not rig.gateway.nodes.decode[home].draining)

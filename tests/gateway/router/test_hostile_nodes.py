@@ -32,7 +32,7 @@ from kvferry.kvstore.wire.generation import PromptSources as Sources
 from kvferry.kvstore.wire.generation import Stages as StageTimes
 from kvferry.kvstore.wire.hello import HelloRequired, Refused, Welcome
 from kvferry.kvstore.wire.server import Peer
-from kvferry.kvstore.wire.status import DebugReply, KeyBatch, Load
+from kvferry.kvstore.wire.status import DebugReply, KeyBatch, Status
 from kvferry.tests.rigs.gateway import web
 from kvferry.tests.rigs.gateway.rig import EOS, Rig, ids_of, several, wait_until
 from kvferry.tests.rigs.servers.wire_fuzz import Fuzz
@@ -223,8 +223,8 @@ def test_what_a_node_counts_never_spoils_the_page(tmp_path: Path) -> None:
     with several(tmp_path / "m", 1) as (rig, (liar,)):
         (node,) = rig.gateway.nodes.decode
         names = ("up", "steps", "steps_total", "num_preemptions", "preemptions", "a" * 100, "x_sum")
-        liar.say(Load(1, 2, 3, 4, 0, False, dict.fromkeys(names, 1e18)))
-        wait_until(lambda: node.load is not None)
+        liar.say(Status(1, 2, 3, 4, 0, False, dict.fromkeys(names, 1e18)))
+        wait_until(lambda: node.status is not None)
         families = list(text_string_to_metric_families(rig.get("/metrics").text))
         assert len({it.name for it in families}) == len(families)
         samples = [(one.name, *sorted(one.labels.items())) for it in families for one in it.samples]
@@ -232,9 +232,9 @@ def test_what_a_node_counts_never_spoils_the_page(tmp_path: Path) -> None:
         assert ("kvferry_node_steps_total", ("node", liar.address), ("role", "decode")) in samples
         # What is no name of a counter does not even arrive.
         for name in ('x"} 1\ny{a="', "Größe", "", "a b", "le"):
-            liar.say(Load(9, 0, 0, 0, 0, False, {"steps": 1.0, name + "\n": 1.0}))
-        liar.say(Load(7, 0, 0, 0, 0, False, {"le": 1.0}))
-        wait_until(lambda: node.load is not None and node.load.running == 7)
+            liar.say(Status(9, 0, 0, 0, 0, False, {"steps": 1.0, name + "\n": 1.0}))
+        liar.say(Status(7, 0, 0, 0, 0, False, {"le": 1.0}))
+        wait_until(lambda: node.status is not None and node.status.running == 7)
         assert len(list(text_string_to_metric_families(rig.get("/metrics").text))) > 10
 
 
@@ -328,7 +328,7 @@ class Storm:
                 Rejected(number, "unknown_request", ""),
                 fuzz.nearly(Done(number, Sources(decode=SIZE), StageTimes(), 0.0, 1, 0.0, 0, 0)),
                 fuzz.nearly(KeyBatch(dice.randrange(5), True, bytes(16 * BLOCKS), b"")),
-                fuzz.nearly(Load(1, 0, 0, 0, BLOCKS, False, {"steps": 1.0})),
+                fuzz.nearly(Status(1, 0, 0, 0, BLOCKS, False, {"steps": 1.0})),
             )
         )
 
@@ -346,7 +346,7 @@ def test_a_storm_of_nonsense_changes_no_other_stream(
     caplog.set_level(logging.INFO)
     with several(tmp_path / "m", first_token_timeout=2.0) as (rig, (stormy, honest)):
         node, other = rig.gateway.nodes.decode
-        stormy.say(Load(0, 0, 0, 0, BLOCKS, True, {}))
+        stormy.say(Status(0, 0, 0, 0, BLOCKS, True, {}))
         wait_until(lambda: node.draining)
         honest.does.pace = 0.01
         texts = [f"{number} of many streams " * 6 for number in range(6)]

@@ -11,7 +11,7 @@ import pytest
 
 from kvferry.kvstore.keys import unpack_tokens
 from kvferry.kvstore.wire.generation import Rejected, Running, Started
-from kvferry.kvstore.wire.status import KeyBatch, Load
+from kvferry.kvstore.wire.status import KeyBatch, Status
 from kvferry.tests.rigs.gateway.resume import LENGTH, TEXT, answer, once, stream, text_of, tokens_at
 from kvferry.tests.rigs.gateway.rig import EOS, Rig, ids_of, running, several, wait_until
 
@@ -91,12 +91,12 @@ def test_a_prompt_goes_where_its_prefix_is(tmp_path: Path) -> None:
 
 def test_other_gateways_requests_count(tmp_path: Path) -> None:
     with several(tmp_path / "m") as (rig, (first, second)):
-        first.say(Load(9, 3, 0, 0, 64, False, {}))
-        wait_until(lambda: rig.gateway.nodes.decode[0].load is not None)
+        first.say(Status(9, 3, 0, 0, 64, False, {}))
+        wait_until(lambda: rig.gateway.nodes.decode[0].status is not None)
         for _ in range(3):
             answer(rig)
         assert (len(first.generates), len(second.generates)) == (0, 3)
-        second.say(Load(0, 0, 0, 0, 64, True, {}))
+        second.say(Status(0, 0, 0, 0, 64, True, {}))
         wait_until(lambda: rig.gateway.nodes.decode[1].draining)
         answer(rig)
         assert (len(first.generates), len(second.generates)) == (1, 3)
@@ -146,7 +146,7 @@ def test_a_node_that_is_told_to_end_hands_its_requests_over(tmp_path: Path, afte
         (book, _) = [node.book for node in rig.gateway.nodes]
         if after:
             wait_until(lambda: book.requests[number].answered)
-        first.say(Load(1, 0, 4, 0, 64, True, {}))
+        first.say(Status(1, 0, 4, 0, 64, True, {}))
         first.does.hold = True
         first.say(Rejected(number, "shutting_down", "this node ends"))
         reading.join(20)

@@ -10,10 +10,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvferry.gateway.telemetry.vllm_names import NAMES, STAGE_NAMES
-from kvferry.kvstore.wire.status import Load
+from kvferry.kvstore.wire.status import Status
 from kvferry.tests.rigs.gateway.rig import Rig, running, wait_until
 
-LOAD = Load(3, 2, 25, 10, 100, False, {"preemptions": 4})
+STATUS = Status(3, 2, 25, 10, 100, False, {"preemptions": 4})
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +41,7 @@ def samples(rig: Rig) -> dict[tuple[str, str], float]:
 def test_every_name_is_there_with_our_figures(rig: Rig) -> None:
     rig.decode.does.cached = 16
     assert rig.post("/v1/completions", {"prompt": "x" * 40}).status_code == 200
-    rig.decode.say(LOAD)
+    rig.decode.say(STATUS)
     wait_until(lambda: ("vllm:num_preemptions_total", "") in samples(rig))
     found = samples(rig)
     expected = {
