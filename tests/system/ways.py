@@ -66,15 +66,18 @@ def tracing(*packages: str) -> Iterator[Way]:
 
 def chat() -> Way:
     """One streamed chat, to a gateway that has served one before."""
-    with tracing("gateway", "kvstore") as way, tempfile.TemporaryDirectory() as folder:
-        with running(Path(folder)) as rig:
-            rig.chat(stream=True)
-            way.elsewhere.add(rig.decode._thread.ident)
-            way.recording = True
-            answer = rig.chat(stream=True, stream_options={"include_usage": True})
-            way.recording = False
-            if not answer.text.endswith("data: [DONE]\n\n"):
-                raise RuntimeError(f"no whole stream: {answer.text!r}")
+    with (
+        tracing("gateway", "kvstore") as way,
+        tempfile.TemporaryDirectory() as folder,
+        running(Path(folder)) as rig,
+    ):
+        rig.chat(stream=True)
+        way.elsewhere.add(rig.decode._thread.ident)
+        way.recording = True
+        answer = rig.chat(stream=True, stream_options={"include_usage": True})
+        way.recording = False
+        if not answer.text.endswith("data: [DONE]\n\n"):
+            raise RuntimeError(f"no whole stream: {answer.text!r}")
     return way
 
 
