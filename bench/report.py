@@ -25,8 +25,7 @@ from kvferry.bench.server import Arrangement
 from kvferry.bench.store_speed import checksum_cost
 from kvferry.bench.tiers import NEW_TOKENS, PAUSE_S, TIERS, TierResults
 from kvferry.bench.verdicts import Results, Verdict, cold_ttft, handoff, repeat_ttft
-
-STAGES = ("queue", "lookup", "load", "prefill", "transfer", "first_step")
+from kvferry.kvstore.wire.generation import STAGES
 
 
 @dataclass(frozen=True, slots=True)

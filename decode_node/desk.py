@@ -15,6 +15,7 @@ from kvferry.decode_node.scheduler import DecodeScheduler
 from kvferry.decode_node.stepper import Produced
 from kvferry.kernels.engine import EngineSpec
 from kvferry.kvstore.wire.generation import (
+    SOURCES,
     Abort,
     Done,
     Generate,
@@ -31,8 +32,6 @@ from kvferry.kvstore.wire.server import Peer, Server
 REMEMBERED = 4096
 """How many ended requests are known: a repeated `Generate` does not run again, and a lost `Done` is
 said again to whoever inquires."""
-
-SOURCES = ("device", "host", "disk", "remote", "prefill", "decode")
 
 
 class Desk:

@@ -12,6 +12,8 @@ import time
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from msgspec.structs import asdict
+
 from kvferry.gateway.output.choice import Finish, Piece, join
 from kvferry.gateway.router.generation import Generation, Update
 from kvferry.gateway.router.report import Report
@@ -89,24 +91,9 @@ class _Common:
         return usage
 
     def _timings(self, report: Report) -> Json:
-        sources, stages = report.sources, report.stages
         return {
-            "prompt_tokens": {
-                "device": sources.device,
-                "host": sources.host,
-                "disk": sources.disk,
-                "remote": sources.remote,
-                "prefill": sources.prefill,
-                "decode": sources.decode,
-            },
-            "ttft_ms": {
-                "queue": round(stages.queue, 3),
-                "lookup": round(stages.lookup, 3),
-                "load": round(stages.load, 3),
-                "prefill": round(stages.prefill, 3),
-                "transfer": round(stages.transfer, 3),
-                "first_step": round(stages.first_step, 3),
-            },
+            "prompt_tokens": asdict(report.sources),
+            "ttft_ms": {stage: round(ms, 3) for stage, ms in asdict(report.stages).items()},
             "handoff_ms": round(report.handoff_ms, 3),
             "predicted_n": self._generation.completion_tokens,
             "predicted_ms": round(report.predicted_ms, 3),

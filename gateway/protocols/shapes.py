@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from msgspec import UNSET, Meta, Struct, UnsetType
+from msgspec import UNSET, Meta, Struct, UnsetType, defstruct
+
+from kvferry.kvstore.wire.generation import SOURCES, STAGES
 
 Count = Annotated[int, Meta(ge=0)]
 Ids = list[Count] | UnsetType
@@ -42,26 +44,16 @@ class Usage(Struct):
     prompt_tokens_details: CachedTokens
 
 
-class PromptTokens(Struct):
-    """Where the prompt's KV came from."""
-
-    device: Count
-    host: Count
-    disk: Count
-    remote: Count
-    prefill: Count
-    decode: Count
-
-
-class FirstToken(Struct):
-    """Milliseconds to the first token, by stage."""
-
-    queue: float
-    lookup: float
-    load: float
-    prefill: float
-    transfer: float
-    first_step: float
+PromptTokens: Any = defstruct(
+    "PromptTokens",
+    [(source, Count) for source in SOURCES],
+    namespace={"__doc__": "Where the prompt's KV came from."},
+)
+FirstToken: Any = defstruct(
+    "FirstToken",
+    [(stage, float) for stage in STAGES],
+    namespace={"__doc__": "Milliseconds to the first token, by stage."},
+)
 
 
 class Timings(Struct):

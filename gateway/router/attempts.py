@@ -164,8 +164,7 @@ class Course:
 
     def credible(self, it: PromptSources) -> bool:
         """Whether an account is one of this prompt: every token came from somewhere, once."""
-        found = it.device + it.host + it.disk + it.remote
-        return found + it.prefill + it.decode == self.prompt.size
+        return it.hits + it.prefill + it.decode == self.prompt.size
 
     def started(self, sources: PromptSources) -> None:
         """Notes where the prompt came from when it first ran; the first account stays."""
@@ -269,6 +268,5 @@ def _without_own(sources: PromptSources, known: int) -> PromptSources:
     host = min(sources.host, known - device)
     disk = min(sources.disk, known - device - host)
     remote = min(sources.remote, known - device - host - disk)
-    own = sources.device + sources.host + sources.disk + sources.remote
-    own -= device + host + disk + remote
+    own = sources.hits - (device + host + disk + remote)
     return PromptSources(device, host, disk, remote, sources.prefill, sources.decode + own)

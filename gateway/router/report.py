@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import astuple
+
 from kvferry.kvstore.wire.generation import Done, PromptSources, Stages
 
 
@@ -26,34 +28,12 @@ class Report:
 
 def make_report(done: Sequence[Done], prompt_tokens: int, *, vouched: bool) -> Report:
     """The sums of one account a prompt; not `vouched`: one of them is made up."""
-
-    def total(name: str) -> int:
-        return sum(getattr(item.sources, name) for item in done)
-
-    sources = PromptSources(
-        device=total("device"),
-        host=total("host"),
-        disk=total("disk"),
-        remote=total("remote"),
-        prefill=total("prefill"),
-        decode=total("decode"),
-    )
-    hits = sources.device + sources.host + sources.disk + sources.remote
+    by_source = zip(*(astuple(item.sources) for item in done), strict=True)
+    sources = PromptSources(*map(sum, by_source))
     return Report(
         sources=sources,
-        stages=max((item.stages for item in done), key=_waited),
+        stages=max((item.stages for item in done), key=lambda stages: sum(astuple(stages))),
         handoff_ms=max(item.handoff_ms for item in done),
         predicted_ms=max(item.predicted_ms for item in done),
-        cached_tokens=max(0, min(hits, prompt_tokens - len(done))) if vouched else None,
-    )
-
-
-def _waited(stages: Stages) -> float:
-    return (
-        stages.queue
-        + stages.lookup
-        + stages.load
-        + stages.prefill
-        + stages.transfer
-        + stages.first_step
+        cached_tokens=max(0, min(sources.hits, prompt_tokens - len(done))) if vouched else None,
     )

@@ -13,8 +13,8 @@ from typing import Any
 
 from kvferry.gateway.auth import DEFAULT_TENANT
 from kvferry.gateway.router.generation import Generation
-from kvferry.gateway.telemetry.metrics import STAGES
 from kvferry.gateway.tokenizer.tokenizer import Tokenizer
+from kvferry.kvstore.wire.generation import STAGES
 
 log = logging.getLogger(__name__)
 

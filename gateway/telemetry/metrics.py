@@ -22,6 +22,7 @@ from kvferry.gateway.router.nodes import Nodes
 from kvferry.gateway.router.report import Report
 from kvferry.gateway.telemetry.store_metrics import StoreCollector
 from kvferry.gateway.telemetry.vllm_names import VllmNames
+from kvferry.kvstore.wire.generation import SOURCES, STAGES
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,6 @@ _LAG: tuple[float, ...] = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0
 _LARGE = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240)
 _E2E: tuple[float, ...] = (*_LARGE, 480, 960, 1920, 7680)
 
-SOURCES = ("device", "host", "disk", "remote", "prefill", "decode")
 _RENAMED = {"preemptions": "kvferry_num_preemptions"}
 _TAKEN = ("kvferry_node_up",)
 _COUNTED = {
@@ -47,7 +47,6 @@ _COUNTED = {
     "strays": "Requests that ran on although nobody waited for them.",
 }
 """What the gateway itself counts of each node; `kvferry_node_…` are the nodes' own counts."""
-STAGES = ("queue", "lookup", "load", "prefill", "transfer", "first_step")
 
 
 def _never_raises(record: Callable[P, None]) -> Callable[P, None]:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvferry.gateway.router.generation import Generation
 from kvferry.gateway.telemetry.access_log import Record
-from kvferry.gateway.telemetry.metrics import STAGES
 from kvferry.kvstore.errors import ConfigError
+from kvferry.kvstore.wire.generation import STAGES
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter

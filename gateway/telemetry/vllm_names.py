@@ -31,7 +31,7 @@ STAGE_NAMES: Mapping[str, str] = {
     "prefill": "request_prefill_time_seconds",
 }
 """Stages of the time to the first token that vLLM has a histogram for."""
-SOURCES: Mapping[str, str] = {
+SOURCE_NAMES: Mapping[str, str] = {
     "device": "local_cache_hit",
     "host": "local_cache_hit",
     "disk": "local_cache_hit",
@@ -75,7 +75,7 @@ class VllmNames(Collector):
                 continue
             engine = engines.setdefault(labels.pop("node", ""), str(len(engines)))
             if "source" in labels:
-                labels["source"] = SOURCES[labels["source"]]
+                labels["source"] = SOURCE_NAMES[labels["source"]]
             labels |= {"model_name": self._model_name, "engine": engine}
             key = (sample.name.removeprefix(metric.name), tuple(labels.items()))
             sums[key] = sums.get(key, 0.0) + sample.value

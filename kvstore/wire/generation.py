@@ -143,6 +143,14 @@ class PromptSources(Struct, frozen=True, array_like=True):
     decode: Count = 0
     """Computed on the decode node."""
 
+    @property
+    def hits(self) -> int:
+        """Tokens that were there already: nobody had to compute them."""
+        return self.device + self.host + self.disk + self.remote
+
+
+SOURCES = PromptSources.__struct_fields__
+
 
 class Started(Message, frozen=True, array_like=True, tag=17):
     """A request that nobody has begun before gets its first token: its prompt came from here.
@@ -163,6 +171,9 @@ class Stages(Struct, frozen=True, array_like=True):
     prefill: Milliseconds = 0.0
     transfer: Milliseconds = 0.0
     first_step: Milliseconds = 0.0
+
+
+STAGES = Stages.__struct_fields__
 
 
 class Done(Message, frozen=True, array_like=True, tag=21):

@@ -18,13 +18,13 @@ import httpx
 import pytest
 
 from kvferry.kernels.engines.standin import StandinConfig, standin_reply, write_standin_model
+from kvferry.kvstore.wire.generation import SOURCES
 from kvferry.tests.rigs.gateway import web
 from kvferry.tests.rigs.gateway.rig import wait_until
 from kvferry.tests.rigs.servers.served import Served
 
 B = 16
 CONFIG = StandinConfig()
-SOURCES = ("device", "host", "disk", "remote", "prefill", "decode")
 
 
 def prompt_of(length: int, seed: int) -> list[int]:

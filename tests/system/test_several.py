@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 from kvferry.kernels.engines.standin import standin_reply
+from kvferry.kvstore.wire.generation import SOURCES
 from kvferry.tests.rigs.gateway import web
 from kvferry.tests.rigs.gateway.rig import wait_until
 from kvferry.tests.rigs.servers.served import Served
@@ -33,8 +34,6 @@ from kvferry.tests.rigs.servers.streams import (
     prompt_of,
     serving,
 )
-
-SOURCES = ("device", "host", "disk", "remote", "prefill", "decode")
 
 
 def resumed(served: Served) -> float:

@@ -78,7 +78,7 @@ class Answer:
     def cached(self) -> int:
         assert self.done is not None
         sources = self.done.sources
-        return sources.device + sources.host + sources.disk + sources.remote
+        return sources.hits
 
 
 class Cluster:
