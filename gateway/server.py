@@ -81,7 +81,7 @@ def serve(
             curve=curve,
         )
         gateway = Gateway(config, model, nodes)
-        server = Server(gateway, Collector())
+        server = HttpServer(gateway, Collector())
         try:
             server.run(sockets=[listener])
         finally:
@@ -108,7 +108,7 @@ class Protocol(HttpToolsProtocol):
         self.transport.close()
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """uvicorn with a drain before its shutdown."""
 
     def __init__(self, gateway: Gateway, collector: Collector | None = None) -> None:

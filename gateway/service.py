@@ -24,9 +24,9 @@ from kvferry.gateway.params import Params
 from kvferry.gateway.prompt.last_prompts import LastPrompts
 from kvferry.gateway.prompt.model import ServedModel
 from kvferry.gateway.prompt.prompts import Prompt, PromptMaker, Shape
-from kvferry.gateway.router.generation import Generation, Patience, Update, no_node
+from kvferry.gateway.router.generation import Generation, Timeouts, Update, no_node
 from kvferry.gateway.router.nodes import Nodes, NoNode
-from kvferry.gateway.router.pacing import Turnstile
+from kvferry.gateway.router.pacing import RequestPacer
 from kvferry.gateway.telemetry.metrics import Metrics
 from kvferry.gateway.telemetry.tracing import open_tracer
 
@@ -57,7 +57,7 @@ class Gateway:
         nodes.on_lag = self.metrics.lagged
         self._executor = _all_threads(ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer"))
         self.prompts = PromptMaker(model, self._executor)
-        self.turnstile = Turnstile(REQUESTS_A_TURN)
+        self.request_pacer = RequestPacer(REQUESTS_A_TURN)
         self.reader = Reader(
             model, self.prompts, self._executor, test_hooks=config.enable_test_hooks
         )
@@ -121,10 +121,10 @@ class Gateway:
     ) -> Generation:
         """A response to be followed; `session` is the conversation's, if it has a name."""
         config = self.config
-        patience = Patience(
+        timeouts = Timeouts(
             config.first_token_timeout, config.request_timeout, config.resume_timeout
         )
-        return Generation(self.nodes, self.model, prompts, params, patience, session)
+        return Generation(self.nodes, self.model, prompts, params, timeouts, session)
 
     async def follow(self, generation: Generation, origin: Origin) -> AsyncGenerator[Update]:
         """The generation's updates, with everything counted."""
@@ -165,7 +165,7 @@ class Gateway:
         """Proves that nodes have nothing of a response that is over."""
         runs = {(run.node, run.request) for one in self.open for run in one.runs}
         for node in self.nodes:
-            for number in node.requests:
+            for number in node.requests.open:
                 assert (node, number) in runs, f"request {number} at {node.address} is nobody's"
 
     # -- the end -----------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from kvferry.gateway.errors import BadRequest, NotFound
 from kvferry.gateway.http.edge import record_of
 from kvferry.gateway.protocols.schemas import decode
 from kvferry.gateway.router.cache import identity
-from kvferry.gateway.router.link import Node
+from kvferry.gateway.router.link import NodeLink
 from kvferry.gateway.service import Gateway
 from kvferry.kvstore.process.settings import shown
 from kvferry.kvstore.store.figures import by_tier
@@ -91,7 +91,7 @@ class Admin:
         return _json({"aborted": count})
 
 
-def _about(name: str, node: Node) -> dict[str, Any]:
+def _about(name: str, node: NodeLink) -> dict[str, Any]:
     status = node.status
     figures: dict[str, Any] = {"state": node.state}
     if status is not None and node.role == "store":

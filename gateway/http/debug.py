@@ -16,7 +16,7 @@ import orjson
 from msgspec import Struct
 
 from kvferry.gateway.errors import BadRequest
-from kvferry.gateway.router.link import Node
+from kvferry.gateway.router.link import NodeLink
 from kvferry.gateway.router.nodes import Nodes
 from kvferry.gateway.service import Gateway
 from kvferry.kvstore.node.ledger import check_figures, process_figures
@@ -100,14 +100,14 @@ def _own(gateway: Gateway) -> dict[str, Any]:
     }
 
 
-def _link(name: str, node: Node) -> dict[str, Any]:
+def _link(name: str, node: NodeLink) -> dict[str, Any]:
     return {
         "name": name,
         "role": node.role,
         "address": node.address,
         "state": node.state,
-        "requests": len(node.requests),
-        "pending_tokens": node.book.pending,
+        "requests": len(node.requests.open),
+        "pending_tokens": node.requests.pending,
         "keys": len(node.keys),
         "keys_synced": node.keys.synced,
         "counters": dict(node.counters),
@@ -118,13 +118,13 @@ def _link(name: str, node: Node) -> dict[str, Any]:
 # -- nodes -----------------------------------------------------------------------------------------
 
 
-def _names(nodes: Nodes, node: Node) -> tuple[str, ...]:
+def _names(nodes: Nodes, node: NodeLink) -> tuple[str, ...]:
     own = next(name for other, name in nodes.named() if other is node)
     return ("all", node.role, node.address, own)
 
 
 async def _ask_all(
-    nodes: Nodes, kind: str, body: bytes, chosen: Iterable[Node] | None = None
+    nodes: Nodes, kind: str, body: bytes, chosen: Iterable[NodeLink] | None = None
 ) -> list[dict[str, Any]]:
     asked = [(node, name) for node, name in nodes.named() if chosen is None or node in chosen]
     replies = await asyncio.gather(*(node.ask(kind, body, ANSWER_SECONDS) for node, _ in asked))

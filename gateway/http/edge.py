@@ -79,7 +79,7 @@ class Edge:
         try:
             self._authenticate(record, headers)
             if scope["method"] == "POST":
-                await self._gateway.turnstile.passed()
+                await self._gateway.request_pacer.turn()
             await self._app(scope, receive, send)
         except ApiError as error:
             record.code = error.code or error.kind

@@ -15,7 +15,7 @@ from typing import Any
 import orjson
 
 from kvferry.gateway.errors import BadRequest, NotFound, Unavailable
-from kvferry.gateway.router.link import Node
+from kvferry.gateway.router.link import NodeLink
 from kvferry.gateway.router.nodes import Nodes
 from kvferry.kvstore.keys import split_keys, tenant_key
 
@@ -26,7 +26,7 @@ _PLACES = {"h": "host", "d": "disk"}
 Json = dict[str, Any]
 
 
-def identity(name: str, node: Node) -> Json:
+def identity(name: str, node: NodeLink) -> Json:
     """Who a node is, in an answer."""
     return {"name": name, "role": node.role, "address": node.address}
 
@@ -101,13 +101,13 @@ async def stats(nodes: Nodes) -> Json:
         if node.role != "store"
     ]
     stores = [(node, name) for node, name in nodes.named() if node.role == "store"]
-    replies = await asyncio.gather(*(node.care("stats", ANSWER_SECONDS) for node, _ in stores))
+    replies = await asyncio.gather(*(node.ask_store("stats", ANSWER_SECONDS) for node, _ in stores))
     for (node, name), reply in zip(stores, replies, strict=True):
         rows.append(identity(name, node) | {"state": node.state} | _read(reply))
     return {"nodes": rows}
 
 
-def _device(node: Node) -> Json:
+def _device(node: NodeLink) -> Json:
     status = node.status
     if status is None:
         return {}
@@ -209,7 +209,7 @@ async def _ask_stores(
         raise _unavailable(f"{failure}: no link to", absent)
     replies = await asyncio.gather(
         *(
-            node.care(action, ANSWER_SECONDS, tenant=tenant, keys=keys, seconds=seconds)
+            node.ask_store(action, ANSWER_SECONDS, tenant=tenant, keys=keys, seconds=seconds)
             for node, _ in stores
         )
     )

@@ -50,7 +50,7 @@ FOREVER_SECONDS = 1e9
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class Timeouts:
     """How long a response may take, in seconds; 0: for ever."""
 
     first_token: float = 0.0
@@ -105,7 +105,7 @@ class Generation:
         model: ServedModel,
         prompts: Sequence[Prompt],
         params: Params,
-        patience: Patience,
+        timeouts: Timeouts,
         session: bytes = b"",
     ) -> None:
         self.prompts = prompts
@@ -115,7 +115,7 @@ class Generation:
         self.losses: Counter[str] = Counter()
         """How often a request went on elsewhere, by reason."""
         self._nodes = nodes
-        self._patience = patience
+        self._timeouts = timeouts
         self._session = session
         self._eos_ids = () if params.ignore_eos else model.eos_ids
         count = len(prompts) * params.n
@@ -207,11 +207,11 @@ class Generation:
 
     def _begin(self) -> None:
         self.timeline.submitted = time.monotonic()
-        if self._patience.request:
-            text = f"The answer was not complete in {self._patience.request:g} s."
-            self._later(self._patience.request, self.fail, deadline_exceeded(text))
-        if self._patience.first_token:
-            self._later(self._patience.first_token, self._expect_first_token)
+        if self._timeouts.request:
+            text = f"The answer was not complete in {self._timeouts.request:g} s."
+            self._later(self._timeouts.request, self.fail, deadline_exceeded(text))
+        if self._timeouts.first_token:
+            self._later(self._timeouts.first_token, self._expect_first_token)
         for at in range(len(self._courses)):
             self._send(at)
 
@@ -220,19 +220,19 @@ class Generation:
 
     def _expect_first_token(self) -> None:
         if not self.timeline.first:
-            seconds = self._patience.first_token
+            seconds = self._timeouts.first_token
             self.fail(deadline_exceeded(f"No token came in {seconds:g} s."))
 
     def _send(self, at: int) -> None:
         """Starts a leg at the best decode node; without any, waits if there was one before."""
         course = self._courses[at]
         leg = course.begin(time.monotonic())
-        sink = partial(self._arrived, at, leg)
+        on_event = partial(self._arrived, at, leg)
         make = partial(self._message, course)
         try:
             avoid = course.refused_by | course.broken_by
             run = self._nodes.submit(
-                sink, course.prompt, make, avoid, course.doubted, self._session
+                on_event, course.prompt, make, avoid, course.doubted, self._session
             )
             course.sent(run)
         except NoNode as error:
@@ -250,7 +250,7 @@ class Generation:
             self._later(ROOM_RETRY_SECONDS, wake)
         else:
             self._nodes.park(wake)
-        left = course.lost_at + self._patience.resume - time.monotonic()
+        left = course.lost_at + self._timeouts.resume - time.monotonic()
         self._later(max(0.0, left), self._arrived, at, course.leg, _GiveUp())
 
     def _arrived(self, at: int, leg: int, event: _AnyEvent) -> None:
@@ -280,9 +280,9 @@ class Generation:
         )
 
     def _time_left(self) -> float:
-        if not self._patience.request:
+        if not self._timeouts.request:
             return 0.0
-        left = self.timeline.submitted + self._patience.request - time.monotonic()
+        left = self.timeline.submitted + self._timeouts.request - time.monotonic()
         return min(max(0.001, left), FOREVER_SECONDS)
 
     # -- events ------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ from collections import Counter, deque
 from collections.abc import Callable
 from typing import Literal
 
-from kvferry.gateway.router.pacing import Handover
+from kvferry.gateway.router.pacing import MessagePacer
 from kvferry.gateway.router.policy import MAX_KEYS, KnownKeys
-from kvferry.gateway.router.requests import REPEAT_SECONDS, Book, EngineLost, Open
+from kvferry.gateway.router.requests import REPEAT_SECONDS, EngineLost, OpenRequest, OpenRequests
 from kvferry.kvstore.errors import ProtocolBroken
 from kvferry.kvstore.process.sparse_log import SparseLog
 from kvferry.kvstore.wire.client import Client, LinkState
@@ -67,15 +67,17 @@ Answer = DebugReply | CacheReset | CacheReply
 """To a question that carries a number."""
 
 
-class Node:
+class NodeLink:
     """One configured address and whoever answers there."""
 
-    def __init__(self, role: Role, address: str, new_client: NewClient, said: SparseLog) -> None:
+    def __init__(
+        self, role: Role, address: str, new_client: NewClient, sparse_log: SparseLog
+    ) -> None:
         self.role = role
         self.address = address
         self.status: Status | None = None
         self.keys = KnownKeys()
-        self.book = Book(self.keys)
+        self.requests = OpenRequests(self.keys)
         self.usable = False
         """It answers, and computes as the others do."""
         self.stalled = False
@@ -86,8 +88,8 @@ class Node:
         self.counters: Counter[str] = Counter()
         self.faults: FaultInjector | None = None
         self._new_client = new_client
-        self._handover = Handover(self._act, SLICE_TOKENS, self.drain)
-        self._said = said
+        self._pacer = MessagePacer(self._act, SLICE_TOKENS, self.drain)
+        self._log = sparse_log
         self._offences: deque[float] = deque(maxlen=MAX_OFFENCES)
         self._given_up = False
         """It has offended too often: its link ends with the next tick."""
@@ -111,11 +113,6 @@ class Node:
         """What it said of itself, while it answers."""
         client = self._client
         return client.welcome if client is not None and client.state is LinkState.READY else None
-
-    @property
-    def requests(self) -> dict[int, Open]:
-        """Our requests there, by number."""
-        return self.book.requests
 
     @property
     def draining(self) -> bool:
@@ -162,13 +159,13 @@ class Node:
     def drain(self) -> None:
         """Acts on what has arrived, on the rest in its next turn."""
         client, until = self._client, time.monotonic() + DRAIN_SECONDS
-        if client is None or self._given_up or self._handover.busy:
+        if client is None or self._given_up or self._pacer.busy:
             return
         for received in client.receive():
-            self._handover.push(received.message)
-            if self._given_up or self._handover.busy or time.monotonic() > until:
+            self._pacer.push(received.message)
+            if self._given_up or self._pacer.busy or time.monotonic() > until:
                 break
-        if client.state is LinkState.READY and client.waiting and not self._handover.busy:
+        if client.state is LinkState.READY and client.waiting and not self._pacer.busy:
             asyncio.get_running_loop().call_soon(self.drain)
 
     def _act(self, message: AnyMessage) -> None:
@@ -178,14 +175,14 @@ class Node:
         try:
             self._take(message)
         except ProtocolBroken as error:
-            self.offended(str(error))
+            self.note_offence(str(error))
 
     def tick(self, now: float, listening_since: float) -> bool:
         """Keeps the link and the requests alive. True if its node has just answered first.
 
         `listening_since`: before it this process slept, so silence proves nothing.
         """
-        self.book.fade(now)
+        self.requests.fade(now)
         if self._client is None:
             if now >= self._retry_at:
                 self.open()
@@ -211,7 +208,7 @@ class Node:
         client = self._client
         assert client is not None
         if client.refusal is not None:
-            self._said.error(
+            self._log.error(
                 "refused",
                 self.address,
                 "%s %s is not used: its %s is %r, the gateway's is %r",
@@ -225,7 +222,7 @@ class Node:
         self._lost()
 
     def _lost(self, *, broken: bool = False) -> None:
-        self._handover.flush()
+        self._pacer.flush()
         self.close()
         self.usable = self.stalled = self._welcomed = self._given_up = False
         self.status = None
@@ -234,24 +231,24 @@ class Node:
             if not question.done():
                 question.set_result(None)
         self._asked.clear()
-        for request in self.book.clear():
-            request.sink(EngineLost(self.address, broken=broken))
+        for request in self.requests.clear():
+            request.on_event(EngineLost(self.address, broken=broken))
 
     # -- nonsense ----------------------------------------------------------------------------------
 
-    def offended(self, what: str) -> None:
+    def note_offence(self, what: str) -> None:
         """It said what no node says that works. Never closes the link: it may be being read."""
         now = time.monotonic()
         self.counters["offences"] += 1
         text = "%s %s makes no sense: %s"
-        self._said.error("offence", self.address, text, self.title, self.address, what)
+        self._log.error("offence", self.address, text, self.title, self.address, what)
         self._offences.append(now)
         often = len(self._offences) == MAX_OFFENCES
         self._given_up |= often and self._offences[0] > now - OFFENCE_SECONDS
 
     def _give_up(self, now: float) -> None:
         text = "%s %s is not used for %g s: it goes on making no sense"
-        self._said.error("given up", self.address, text, self.title, self.address, OFFENCE_SECONDS)
+        self._log.error("given up", self.address, text, self.title, self.address, OFFENCE_SECONDS)
         self._lost(broken=True)
         self._offences.clear()
         self._retry_at = now + OFFENCE_SECONDS
@@ -263,29 +260,29 @@ class Node:
         limit = max(STALL_SECONDS, STALL_FACTOR * self._predicted)
         if silence > limit + ABANDON_SECONDS:
             text = "%s %s does not come back: linking to it anew"
-            self._said.error("gone", self.address, text, self.title, self.address)
+            self._log.error("gone", self.address, text, self.title, self.address)
             self._lost()
         elif silence > limit and not self.stalled:
             self.stalled = True
             self.counters["stalls"] += 1
             text = "%s %s is stalled: silent for %.1f s"
-            self._said.error("stalled", self.address, text, self.title, self.address, silence)
+            self._log.error("stalled", self.address, text, self.title, self.address, silence)
         elif silence <= limit and self.stalled:
             self.stalled = False
             text = "%s %s answers again"
-            self._said.info("answers", self.address, text, self.title, self.address)
+            self._log.info("answers", self.address, text, self.title, self.address)
 
-    def forsake(self) -> None:
+    def evacuate(self) -> None:
         """Takes all requests from a stalled node: they go on elsewhere."""
-        for number, request in list(self.requests.items()):
+        for number, request in list(self.requests.open.items()):
             self.abort(number)
-            request.sink(EngineLost(self.address, stalled=True))
+            request.on_event(EngineLost(self.address, stalled=True))
 
     def _inquire(self, now: float) -> None:
         announces = self.role != "store"  # it has too many keys to say them all
         if announces and not self.keys.synced and self._welcomed and now >= self._resync_at:
             self._resync(now)
-        for number in self.book.due(now):
+        for number in self.requests.due(now):
             self.counters["inquiries"] += 1
             self.send(Inquire(number))
 
@@ -295,18 +292,18 @@ class Node:
 
     # -- requests ----------------------------------------------------------------------------------
 
-    def submit(self, message: Generate, request: Open) -> bool:
+    def submit(self, message: Generate, request: OpenRequest) -> bool:
         """Sends a request; its events follow. False: the link is gone."""
         request.allowance = 2 * message.choices * message.max_tokens + SPARE_TOKENS
-        self.book.add(message.request, request)
+        self.requests.add(message.request, request)
         if self.send(message):
             return True
-        self.book.remove(message.request, time.monotonic())
+        self.requests.remove(message.request, time.monotonic())
         return False
 
     def stop(self, number: int, choice: int, kept: int) -> None:
         """Ends one choice: the first `kept` tokens count."""
-        request = self.requests.get(number)
+        request = self.requests.open.get(number)
         if request is not None:
             request.stops[choice] = (kept, time.monotonic())
             self.send(Stop(number, choice, kept))
@@ -314,8 +311,8 @@ class Node:
     def abort(self, number: int) -> None:
         """Frees everything of a request, unless it has ended."""
         now = time.monotonic()
-        if self.book.remove(number, now) is not None:
-            self.book.stray(number, now)
+        if self.requests.remove(number, now) is not None:
+            self.requests.stray(number, now)
             self.send(Abort(number))
 
     # -- what it says ------------------------------------------------------------------------------
@@ -326,17 +323,17 @@ class Node:
         if isinstance(message, StepOutput):
             self._tokens(message)
         elif isinstance(message, Started):
-            request = self.requests.get(message.request)
+            request = self.requests.open.get(message.request)
             if request is not None and not request.started:
                 request.started = True
-                request.sink(message)
+                request.on_event(message)
         elif isinstance(message, Done | Rejected):
             self._ended(message)
         elif isinstance(message, Running):
-            request = self.requests.get(message.request)
+            request = self.requests.open.get(message.request)
             if request is not None and request.asked:
                 request.asked = False
-                request.sink(message)
+                request.on_event(message)
         elif isinstance(message, Status):
             self.status = message
         elif isinstance(message, StepNotice):
@@ -354,7 +351,7 @@ class Node:
         if synced and not self.keys.synced:
             self.counters["key_gaps"] += 1
             text = "%s %s: a batch of keys was lost"
-            self._said.warning("keys", self.address, text, self.title, self.address)
+            self._log.warning("keys", self.address, text, self.title, self.address)
             self._resync(time.monotonic())
 
     @property
@@ -364,43 +361,43 @@ class Node:
     def _tokens(self, output: StepOutput) -> None:
         now = time.monotonic()
         for token in output.tokens:
-            request = self.requests.get(token.request)
+            request = self.requests.open.get(token.request)
             if request is None:
                 self._stray(token.request, now)
                 continue
             request.allowance -= 1
             if request.allowance < 0:
                 self.abort(token.request)
-                request.sink(EngineLost(self.address, broken=True))
-                self.offended("it sends more tokens than were asked for")
+                request.on_event(EngineLost(self.address, broken=True))
+                self.note_offence("it sends more tokens than were asked for")
                 continue
-            self.book.heard(request, now)
-            kept = self.book.overrun(request, token.choice, now)
+            self.requests.heard(request, now)
+            kept = self.requests.overrun(request, token.choice, now)
             if kept is not None:  # the first word of it must have been lost
                 self.send(Stop(token.request, token.choice, kept))
-            request.sink(token)
+            request.on_event(token)
 
     def _stray(self, number: int, now: float) -> None:
         """A token that nobody waits for: what ended its request must have been lost."""
-        if not self.book.given(number):
+        if not self.requests.given(number):
             raise ProtocolBroken(f"a token for request {number}, which it was never given")
-        if self.book.stray(number, now):
+        if self.requests.stray(number, now):
             self.counters["strays"] += 1
             self.send(Abort(number))
 
     def _ended(self, message: Done | Rejected) -> None:
-        request = self.requests.get(message.request)
+        request = self.requests.open.get(message.request)
         if request is None:
             return
         if isinstance(message, Rejected) and message.code == "invalid_request" and request.answered:
             return  # it is about a second copy: the first one runs
-        self.book.remove(message.request, time.monotonic())
-        request.sink(message)
+        self.requests.remove(message.request, time.monotonic())
+        request.on_event(message)
 
     def check(self) -> None:
         """Proves the invariants of its link and its requests."""
-        self.book.check()
-        assert self._client is not None or not self.requests, "requests without a link"
+        self.requests.check()
+        assert self._client is not None or not self.requests.open, "requests without a link"
 
     # -- questions ---------------------------------------------------------------------------------
 
@@ -414,7 +411,7 @@ class Node:
         answer = await self._ask(ResetCache, timeout)
         return answer if isinstance(answer, CacheReset) else None
 
-    async def care(
+    async def ask_store(
         self,
         action: str,
         timeout: float,

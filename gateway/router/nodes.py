@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import zmq
 
 from kvferry.gateway.prompt.prompts import Prompt, Shape
-from kvferry.gateway.router.link import Node
+from kvferry.gateway.router.link import NodeLink
 from kvferry.gateway.router.policy import (
     DecodeView,
     PrefillView,
@@ -25,7 +25,7 @@ from kvferry.gateway.router.policy import (
     best_decode,
     order_prefill,
 )
-from kvferry.gateway.router.requests import INQUIRE_SECONDS, Open, Sink
+from kvferry.gateway.router.requests import INQUIRE_SECONDS, OnEvent, OpenRequest
 from kvferry.kvstore.errors import KvferryError
 from kvferry.kvstore.keys import KEY_BYTES
 from kvferry.kvstore.process.sparse_log import SparseLog
@@ -60,7 +60,7 @@ class NoNode(KvferryError):
 class Run:
     """A request on its way through a decode node."""
 
-    node: Node
+    node: NodeLink
     request: int
     known: int
     """The most tokens of its prompt that any node it may use had, as far as was known."""
@@ -75,7 +75,7 @@ class Run:
 
     def complain(self, what: str) -> None:
         """The node said this of the request, and cannot be right."""
-        self.node.offended(f"request {self.request}: {what}")
+        self.node.note_offence(f"request {self.request}: {what}")
 
 
 class Nodes:
@@ -93,12 +93,12 @@ class Nodes:
         curve: CurveKeys | None = None,
     ) -> None:
         def new_client(address: str) -> Client:
-            return Client(context, address, hello, incarnation, curve, said)
+            return Client(context, address, hello, incarnation, curve, sparse_log)
 
-        self._said = said = SparseLog(log)
-        self.decode = [Node("decode", address, new_client, said) for address in decode]
-        self.prefill = [Node("prefill", address, new_client, said) for address in prefill]
-        self.stores = [Node("store", address, new_client, said) for address in stores]
+        self._log = sparse_log = SparseLog(log)
+        self.decode = [NodeLink("decode", address, new_client, sparse_log) for address in decode]
+        self.prefill = [NodeLink("prefill", address, new_client, sparse_log) for address in prefill]
+        self.stores = [NodeLink("store", address, new_client, sparse_log) for address in stores]
         """No request goes there: they are asked for what they keep. A store that is gone only
         makes prompts cost more."""
         self.shape: Shape | None = None
@@ -115,12 +115,12 @@ class Nodes:
         self._ticked = self._listening_since = 0.0
         self._parked: list[Callable[[], None]] = []
 
-    def __iter__(self) -> Iterator[Node]:
+    def __iter__(self) -> Iterator[NodeLink]:
         yield from self.decode
         yield from self.prefill
         yield from self.stores
 
-    def named(self) -> list[tuple[Node, str]]:
+    def named(self) -> list[tuple[NodeLink, str]]:
         """`decode-0`, `decode-1`, … in the order in which the gateway was told of them."""
         return [
             (node, f"{node.role}-{number}")
@@ -176,7 +176,7 @@ class Nodes:
         if late > ASLEEP_SECONDS:
             self._listening_since = now
         self._ticked = now
-        self._said.tick()
+        self._log.tick()
         for node in self:
             if node.tick(now, self._listening_since):
                 self._judge()
@@ -188,8 +188,8 @@ class Nodes:
         if not self.ready:
             return
         for node in self.decode:
-            if node.stalled and node.requests:
-                node.forsake()
+            if node.stalled and node.requests.open:
+                node.evacuate()
         parked, self._parked = self._parked, []
         for wake in parked:
             wake()
@@ -216,7 +216,7 @@ class Nodes:
         for store in self.stores:
             if store.welcome is not None:
                 reason = None if store.welcome.role == "store" else f"a {store.welcome.role} node"
-                self._settle(store, reason)
+                self._set_usable(store, reason)
         if not any(node.usable for node in self.decode):
             welcomes = (node.welcome for node in self.decode)
             found = next((it for it in welcomes if it is not None and it.role == "decode"), None)
@@ -227,7 +227,7 @@ class Nodes:
             if node.welcome is not None:
                 self._judge_one(node, node.welcome)
 
-    def _judge_one(self, node: Node, welcome: Welcome) -> None:
+    def _judge_one(self, node: NodeLink, welcome: Welcome) -> None:
         assert self.shape is not None
         reason: object = None
         if welcome.role != node.role:
@@ -237,22 +237,22 @@ class Nodes:
         else:
             ours, theirs = self.shape.fingerprint, welcome.fingerprint
             reason = first_difference(ours, theirs, partial=False)
-        self._settle(node, reason)
+        self._set_usable(node, reason)
 
-    def _settle(self, node: Node, reason: object) -> None:
+    def _set_usable(self, node: NodeLink, reason: object) -> None:
         """Whether a node may be used; `reason` says why it may not."""
         if reason is not None:
             text = "%s %s is not used: %s"
-            self._said.error("unused", node.address, text, node.title, node.address, reason)
+            self._log.error("unused", node.address, text, node.title, node.address, reason)
         elif not node.usable:
-            self._said.info("ready", node.address, "%s %s is ready", node.title, node.address)
+            self._log.info("ready", node.address, "%s %s is ready", node.title, node.address)
         node.usable = reason is None
 
     # -- requests ----------------------------------------------------------------------------------
 
     def submit(
         self,
-        sink: Sink,
+        on_event: OnEvent,
         prompt: Prompt,
         make: Callable[[int, tuple[str, ...]], Generate],
         avoid: frozenset[str] = frozenset(),
@@ -270,11 +270,11 @@ class Nodes:
         NoNode
             None can take it.
         """
-        return self._submit(sink, prompt, make, avoid, doubted, frozenset(), session)
+        return self._submit(on_event, prompt, make, avoid, doubted, frozenset(), session)
 
     def _submit(
         self,
-        sink: Sink,
+        on_event: OnEvent,
         prompt: Prompt,
         make: Callable[[int, tuple[str, ...]], Generate],
         avoid: frozenset[str],
@@ -289,10 +289,10 @@ class Nodes:
         number, self._next_request = self._next_request, self._next_request + 1
         now = time.monotonic()
         new = prompt.keys[prefix // self._block_size * KEY_BYTES :]
-        request = Open(sink, new, missing, remote, now + INQUIRE_SECONDS)
+        request = OpenRequest(on_event, new, missing, remote, now + INQUIRE_SECONDS)
         if not node.submit(make(number, addresses), request):
             dead |= {node.address}
-            return self._submit(sink, prompt, make, avoid, doubted, dead, session)
+            return self._submit(on_event, prompt, make, avoid, doubted, dead, session)
         self._note_choice(node, remote)
         return Run(node, number, min(max(prefix, known), prompt.size - 1))
 
@@ -303,7 +303,7 @@ class Nodes:
         doubted: frozenset[str],
         dead: frozenset[str],
         session: bytes,
-    ) -> tuple[Node, int]:
+    ) -> tuple[NodeLink, int]:
         usable = [node for node in self.decode if node.usable]
         able = [node for node in usable if node.able and node.address not in avoid | dead]
         if not able and dead:
@@ -315,8 +315,8 @@ class Nodes:
         views = [
             DecodeView(
                 self._prefix(node, prompt),
-                node.book.pending,
-                max(len(node.requests), _reported(node)),
+                node.requests.pending,
+                max(len(node.requests.open), _reported(node)),
                 node.welcome.max_num_seqs if node.welcome is not None else 1,
                 node.chosen,
                 affinity(session, node.address),
@@ -329,7 +329,7 @@ class Nodes:
     def _order_prefill(self, prompt: Prompt, session: bytes) -> tuple[tuple[str, ...], int]:
         """Addresses of prefill nodes, and the longest prefix that one of them has."""
         able = [node for node in self.prefill if node.able]
-        ours = Counter(item.prefill for node in self.decode for item in node.requests.values())
+        ours = Counter(item.prefill for node in self.decode for item in node.requests.open.values())
         views = [
             PrefillView(
                 self._prefix(node, prompt),
@@ -343,7 +343,7 @@ class Nodes:
         known = max((view.prefix for view in views), default=0)
         return tuple(able[at].address for at in order), known
 
-    def _prefix(self, node: Node, prompt: Prompt) -> int:
+    def _prefix(self, node: NodeLink, prompt: Prompt) -> int:
         """Tokens of a prompt that a node has; at least its last one is always computed."""
         return min(node.keys.prefix(prompt.keys) * self._block_size, prompt.size - 1)
 
@@ -351,7 +351,7 @@ class Nodes:
     def _block_size(self) -> int:
         return self.shape.block_size if self.shape is not None else 1
 
-    def _note_choice(self, node: Node, remote: str) -> None:
+    def _note_choice(self, node: NodeLink, remote: str) -> None:
         self._choices += 1
         node.chosen = self._choices
         for prefill in self.prefill:
@@ -359,6 +359,6 @@ class Nodes:
                 prefill.chosen = self._choices
 
 
-def _reported(node: Node) -> int:
+def _reported(node: NodeLink) -> int:
     """Requests there as of the node's last report: ours of then, and those of other gateways."""
     return node.status.running + node.status.waiting if node.status is not None else 0

@@ -15,7 +15,7 @@ from kvferry.kvstore.wire.codec import AnyMessage
 from kvferry.kvstore.wire.generation import StepOutput
 
 
-class Handover:
+class MessagePacer:
     """Gives a node's messages to `act` in order, about `tokens` generated tokens a turn.
 
     As long as it is `busy` its owner should not read on; it calls `idle` when it may again.
@@ -68,7 +68,7 @@ class Handover:
             self._act(self._waiting.popleft())
 
 
-class Turnstile:
+class RequestPacer:
     """Lets `width` tasks pass a turn of the loop; the others wait in line."""
 
     def __init__(self, width: int) -> None:
@@ -77,7 +77,7 @@ class Turnstile:
         self._line: deque[asyncio.Future[None]] = deque()
         self._scheduled = False
 
-    async def passed(self) -> None:
+    async def turn(self) -> None:
         """Returns when it is this task's turn."""
         self._schedule()
         if self._left > 0 and not self._line:

@@ -34,14 +34,14 @@ class EngineLost:
 
 
 Event = Started | Token | Done | Rejected | Running | EngineLost
-Sink = Callable[[Event], None]
+OnEvent = Callable[[Event], None]
 
 
 @dataclass(slots=True)
-class Open:
+class OpenRequest:
     """A request that has not ended."""
 
-    sink: Sink
+    on_event: OnEvent
     keys: bytes
     """Of its blocks that the node does not have yet."""
     missing: int
@@ -61,11 +61,11 @@ class Open:
     """Choices that were stopped: the tokens kept, and when the node was last told."""
 
 
-class Book:
+class OpenRequests:
     """Requests by number."""
 
     def __init__(self, keys: KnownKeys) -> None:
-        self.requests: dict[int, Open] = {}
+        self.open: dict[int, OpenRequest] = {}
         self.pending = 0
         """Prompt tokens of requests that wait for their first token."""
         self._keys = keys
@@ -73,34 +73,34 @@ class Book:
         self._strays: dict[int, float] = {}
         self._highest = 0
 
-    def add(self, number: int, request: Open) -> None:
-        self.requests[number] = request
+    def add(self, number: int, request: OpenRequest) -> None:
+        self.open[number] = request
         self._highest = max(self._highest, number)
         self.pending += request.missing
         self._keys.expect(request.keys)
 
-    def remove(self, number: int, now: float) -> Open | None:
+    def remove(self, number: int, now: float) -> OpenRequest | None:
         """Forgets a request; its blocks are expected a little longer."""
-        request = self.requests.pop(number, None)
+        request = self.open.pop(number, None)
         if request is not None:
             self._note_answer(request)
             self._fading.append((now + FADE_SECONDS, request.keys))
         return request
 
-    def clear(self) -> list[Open]:
+    def clear(self) -> list[OpenRequest]:
         """The node is another one now: all requests, and none any more."""
-        requests, self.requests, self.pending = self.requests, {}, 0
+        requests, self.open, self.pending = self.open, {}, 0
         self._fading.clear()
         self._strays.clear()
         self._keys.forget()
         return list(requests.values())
 
-    def heard(self, request: Open, now: float) -> None:
+    def heard(self, request: OpenRequest, now: float) -> None:
         """A token has come."""
         self._note_answer(request)
         request.inquire_at, request.interval = now + INQUIRE_SECONDS, INQUIRE_SECONDS
 
-    def _note_answer(self, request: Open) -> None:
+    def _note_answer(self, request: OpenRequest) -> None:
         if not request.answered:
             request.answered, request.prefill = True, ""
             self.pending -= request.missing
@@ -108,7 +108,7 @@ class Book:
     def due(self, now: float) -> list[int]:
         """Requests to inquire about now."""
         found = []
-        for number, request in self.requests.items():
+        for number, request in self.open.items():
             if now >= request.inquire_at:
                 found.append(number)
                 request.asked = True
@@ -117,7 +117,7 @@ class Book:
                 request.inquire_at = now + request.interval
         return found
 
-    def overrun(self, request: Open, choice: int, now: float) -> int | None:
+    def overrun(self, request: OpenRequest, choice: int, now: float) -> int | None:
         """A choice that was stopped goes on: how many tokens count, if the node is to be told."""
         kept, told = request.stops.get(choice, (0, now))
         if now - told <= REPEAT_SECONDS:
@@ -145,5 +145,5 @@ class Book:
 
     def check(self) -> None:
         """Proves that what is counted of requests is what they are."""
-        waiting = sum(one.missing for one in self.requests.values() if not one.answered)
+        waiting = sum(one.missing for one in self.open.values() if not one.answered)
         assert self.pending == waiting, f"{self.pending} tokens pending, not {waiting}"

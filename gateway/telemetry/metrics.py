@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from kvferry.gateway.router.generation import Generation
-from kvferry.gateway.router.link import Node
+from kvferry.gateway.router.link import NodeLink
 from kvferry.gateway.router.nodes import Nodes
 from kvferry.gateway.router.report import Report
 from kvferry.gateway.telemetry.store_metrics import StoreCollector
@@ -215,7 +215,7 @@ class _NodeCollector(Collector):
 
     def _counters(self) -> Iterator[Metric]:
         families: dict[str, CounterMetricFamily] = {}
-        told_by: dict[str, set[Node]] = {}
+        told_by: dict[str, set[NodeLink]] = {}
         for node in self._nodes:
             if node.role == "store":  # see `store_metrics`
                 continue

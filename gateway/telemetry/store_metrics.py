@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from kvferry.gateway.router.link import Node
+from kvferry.gateway.router.link import NodeLink
 from kvferry.gateway.router.nodes import Nodes
 from kvferry.kvstore.store.figures import GAUGES, TIER_GAUGES, TIERS, gauge_names
 
@@ -57,7 +57,7 @@ class StoreCollector(Collector):
         yield from _counters(stores)
 
 
-def _counters(stores: list[tuple[Node, dict[str, float]]]) -> Iterator[Metric]:
+def _counters(stores: list[tuple[NodeLink, dict[str, float]]]) -> Iterator[Metric]:
     taken = gauge_names() | set(TIER_GAUGES)
     told = {stem.removesuffix("_total") for _, figures in stores for stem in figures}
     for stem in sorted((told | _HELP.keys()) - taken):

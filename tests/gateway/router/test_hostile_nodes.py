@@ -382,7 +382,7 @@ def test_a_storm_of_nonsense_changes_no_other_stream(
         assert [got.get(text) for text in texts] == texts
         assert set(statuses) <= {200, 400, 500, 503} and 200 in statuses
         assert other.counters["offences"] == 0 and node.counters["offences"] > 0
-        assert len(node.keys) <= BLOCKS and len(node.book._strays) <= MAX_STRAYS
+        assert len(node.keys) <= BLOCKS and len(node.requests._strays) <= MAX_STRAYS
         assert resident_bytes() - before < 200 << 20
         wait_until(lambda: node.usable)
         assert ask(rig).status_code == 200

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvferry.gateway.router.pacing import Handover, Turnstile
+from kvferry.gateway.router.pacing import MessagePacer, RequestPacer
 from kvferry.kvstore.wire.codec import AnyMessage
 from kvferry.kvstore.wire.generation import StepOutput, Token
 from kvferry.kvstore.wire.status import Drain
@@ -22,11 +22,11 @@ def test_a_large_step_is_handed_over_in_slices_and_in_order() -> None:
     async def run() -> None:
         got: list[AnyMessage] = []
         idle: list[int] = []
-        handover = Handover(got.append, 10, lambda: idle.append(len(got)))
+        pacer = MessagePacer(got.append, 10, lambda: idle.append(len(got)))
         for message in (tokens(35), Drain(), tokens(3, 35)):
-            handover.push(message)
+            pacer.push(message)
         assert numbers(got) == list(range(10)), "a slice at once, when nobody was before"
-        assert handover.busy
+        assert pacer.busy
         turns = 0
         while len(numbers(got)) < 38:
             before = len(numbers(got))
@@ -35,8 +35,8 @@ def test_a_large_step_is_handed_over_in_slices_and_in_order() -> None:
             assert len(numbers(got)) - before <= 10
         assert numbers(got) == list(range(38)) and turns >= 3
         assert isinstance(got[-2], Drain), "nothing overtakes"
-        assert not handover.busy and idle == [len(got)]
-        handover.push(tokens(1, 38))
+        assert not pacer.busy and idle == [len(got)]
+        pacer.push(tokens(1, 38))
         assert numbers(got)[-1] == 38
 
     asyncio.run(run())
@@ -45,9 +45,9 @@ def test_a_large_step_is_handed_over_in_slices_and_in_order() -> None:
 def test_a_flush_leaves_nothing_behind() -> None:
     async def run() -> None:
         got: list[AnyMessage] = []
-        handover = Handover(got.append, 10, lambda: None)
-        handover.push(tokens(100))
-        handover.flush()
+        pacer = MessagePacer(got.append, 10, lambda: None)
+        pacer.push(tokens(100))
+        pacer.flush()
         assert numbers(got) == list(range(100))
         await asyncio.sleep(0)
         assert numbers(got) == list(range(100))
@@ -55,12 +55,12 @@ def test_a_flush_leaves_nothing_behind() -> None:
     asyncio.run(run())
 
 
-def test_a_turnstile_lets_so_many_pass_a_turn_in_order() -> None:
+def test_so_many_requests_pass_a_turn_in_order() -> None:
     async def run() -> None:
-        turnstile, passed, turns = Turnstile(4), [], [0]
+        pacer, passed, turns = RequestPacer(4), [], [0]
 
         async def task(number: int) -> None:
-            await turnstile.passed()
+            await pacer.turn()
             passed.append((number, turns[0]))
 
         def count() -> None:
@@ -81,8 +81,8 @@ def test_a_turnstile_lets_so_many_pass_a_turn_in_order() -> None:
 
 def test_who_leaves_the_line_gives_up_no_place() -> None:
     async def run() -> None:
-        turnstile = Turnstile(1)
-        tasks = [asyncio.create_task(turnstile.passed()) for _ in range(10)]
+        pacer = RequestPacer(1)
+        tasks = [asyncio.create_task(pacer.turn()) for _ in range(10)]
         await asyncio.sleep(0)
         for one in tasks[1:9]:
             one.cancel()

@@ -143,9 +143,9 @@ def test_a_node_that_is_told_to_end_hands_its_requests_over(tmp_path: Path, afte
         reading.start()
         wait_until(lambda: bool(first.generates))
         number = first.generates[0].request
-        (book, _) = [node.book for node in rig.gateway.nodes]
+        (requests, _) = [node.requests for node in rig.gateway.nodes]
         if after:
-            wait_until(lambda: book.requests[number].answered)
+            wait_until(lambda: requests.open[number].answered)
         first.say(Status(1, 0, 4, 0, 64, True, {}))
         first.does.hold = True
         first.say(Rejected(number, "shutting_down", "this node ends"))

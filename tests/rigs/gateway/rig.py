@@ -22,7 +22,7 @@ import zmq
 from kvferry.gateway.config import GatewayConfig
 from kvferry.gateway.prompt.model import load_model
 from kvferry.gateway.router.nodes import Nodes
-from kvferry.gateway.server import Server
+from kvferry.gateway.server import HttpServer
 from kvferry.gateway.service import Gateway
 from kvferry.kernels.engines.standin import write_standin_model
 from kvferry.kvstore.keys import unpack_tokens
@@ -42,8 +42,7 @@ from kvferry.kvstore.wire.generation import (
     Token,
 )
 from kvferry.kvstore.wire.hello import Hello, Welcome
-from kvferry.kvstore.wire.server import Peer
-from kvferry.kvstore.wire.server import Server as Router
+from kvferry.kvstore.wire.server import Peer, Server
 from kvferry.kvstore.wire.sockets import new_incarnation
 from kvferry.kvstore.wire.status import CacheReset, DebugReply, DebugRequest, ResetCache, Resync
 from kvferry.tests.rigs.gateway import web
@@ -115,7 +114,7 @@ class FakeDecode:
         self._done: dict[int, Done] = {}
         self._sayings: deque[AnyMessage] = deque()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._router = Router(self._context, address, new_incarnation())
+        self._router = Server(self._context, address, new_incarnation())
         self.address = self._router.address
         identity = {"weights": "w", **fingerprint}
         self._router.open(Welcome(role, identity, 16, 64, MAX_MODEL_LEN, 16))
@@ -286,7 +285,7 @@ class Rig:
 
     def idle(self) -> bool:
         return not self.gateway.unanswered() and not any(
-            node.requests for node in self.gateway.nodes
+            node.requests.open for node in self.gateway.nodes
         )
 
 
@@ -322,7 +321,7 @@ def running(
         ready.set,
     )
     gateway = Gateway(config, model, nodes)
-    server = Server(gateway)
+    server = HttpServer(gateway)
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
