@@ -103,7 +103,7 @@ class Booted:
         """What makes links to other nodes."""
         hello = Hello(PROTOCOL, self.role, self.fingerprint(spec))
         return lambda address: Client(
-            self.context, address, hello, self.server.incarnation, self.curve, self.server.said
+            self.context, address, hello, self.server.incarnation, self.curve, self.server.peer_log
         )
 
     def open(self, spec: Computes, max_num_seqs: int) -> None:
