@@ -29,8 +29,7 @@ from kvferry.gateway.prompt.chat_template import ChatMessage, ChatTemplate
 from kvferry.gateway.prompt.conversation import Conversation, render
 from kvferry.gateway.prompt.model import ServedModel, load_model
 from kvferry.gateway.prompt.prompts import KEY_CHAIN_BYTES, PromptMaker, Shape
-from kvferry.gateway.protocols.parameters import read_chat
-from kvferry.gateway.protocols.schemas import ChatRequest
+from kvferry.gateway.protocols.chat import ChatRequest, read_chat
 from kvferry.gateway.router.policy import KnownKeys
 from kvferry.kvstore.keys import KEY_BYTES, root_key
 from kvferry.kvstore.process.model_files import resolve_model

@@ -85,7 +85,7 @@ def serve(
         try:
             server.run(sockets=[listener])
         finally:
-            gateway.apart.close()  # after a second signal nothing else has closed it
+            gateway.reader_process.close()  # after a second signal nothing else has closed it
     finally:
         context.destroy(linger=0)
 

@@ -19,7 +19,7 @@ from kvferry.gateway.auth import Keys
 from kvferry.gateway.config import GatewayConfig
 from kvferry.gateway.errors import Aborted, ApiError, Unavailable, shutting_down
 from kvferry.gateway.intake.reader import Reader
-from kvferry.gateway.intake.worker import Apart
+from kvferry.gateway.intake.worker import ReaderProcess
 from kvferry.gateway.params import Params
 from kvferry.gateway.prompt.last_prompts import LastPrompts
 from kvferry.gateway.prompt.model import ServedModel
@@ -58,12 +58,17 @@ class Gateway:
         self._executor = _all_threads(ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer"))
         self.prompts = PromptMaker(model, self._executor)
         self.request_pacer = RequestPacer(REQUESTS_A_TURN)
+        self.reader_process = ReaderProcess(config)
         self.reader = Reader(
-            model, self.prompts, self._executor, test_hooks=config.enable_test_hooks
+            model,
+            self.prompts,
+            self._executor,
+            self.reader_process.read,
+            test_hooks=config.enable_test_hooks,
         )
-        self.apart = Apart(config)
         self.tracer = open_tracer(config.otlp_traces_endpoint, model.name)
         self.last_prompts = LastPrompts()
+        self.started = time.time()
         self.paused = False
         """An operator lets nothing new in."""
         self.open: dict[Generation, Origin] = {}
@@ -74,7 +79,7 @@ class Gateway:
 
     def close(self) -> None:
         self.nodes.close()
-        self.apart.close()
+        self.reader_process.close()
         if self.tracer is not None:
             self.tracer.close()
         self._executor.shutdown(wait=False, cancel_futures=True)

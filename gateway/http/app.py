@@ -1,11 +1,12 @@
-"""The application: which path leads to which handler, and where every error goes."""
+"""The application: the table of endpoints as routes, and where every error goes."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from functools import partial
 
+import orjson
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -13,16 +14,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from kvferry.gateway.errors import ApiError, from_http, to_response
-from kvferry.gateway.http.admin import Admin
-from kvferry.gateway.http.cache import CacheAdmin
-from kvferry.gateway.http.edge import Edge, record_of
-from kvferry.gateway.http.handlers import Api, unsupported
-from kvferry.gateway.http.openapi import MISSING
-from kvferry.gateway.http.render import Render
+from kvferry.gateway.errors import ApiError, NotSupported, from_http, to_response
+from kvferry.gateway.http.endpoints import ENDPOINTS, Endpoint, access_of
+from kvferry.gateway.http.handlers import version
+from kvferry.gateway.http.middleware import RequestMiddleware, record_of
+from kvferry.gateway.http.openapi import document
 from kvferry.gateway.service import Gateway
-
-Handler = Callable[[Request], Coroutine[Any, Any, Response]]
 
 
 def build_app(gateway: Gateway) -> Starlette:
@@ -37,59 +34,23 @@ def build_app(gateway: Gateway) -> Starlette:
             gateway.close()
 
     app = Starlette(
-        routes=_routes(gateway),
-        middleware=[Middleware(Edge, gateway=gateway)],
+        routes=[_route(gateway, one, path) for one in ENDPOINTS for path in one.paths],
+        middleware=[Middleware(RequestMiddleware, gateway=gateway, access_of=access_of)],
         exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_error},
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
+    app.state.document = orjson.dumps(document(version(), ENDPOINTS))
     return app
 
 
-def _routes(gateway: Gateway) -> list[Route]:
-    api = Api(gateway)
-    admin, render = Admin(gateway, api.body), Render(gateway, api)
-    cache = CacheAdmin(gateway, api)
-    return [
-        _post("/v1/chat/completions", api.chat_completions),
-        _post("/v1/completions", api.completions),
-        _get("/v1/models", api.models),
-        _get("/v1/models/{name:path}", api.model),
-        _post("/tokenize", api.tokenize),
-        _post("/detokenize", api.detokenize),
-        _post("/render", render.answer),
-        _post("/v1/abort", admin.abort),
-        _post("/abort_request", admin.abort),
-        _get("/server_info", admin.server_info),
-        _post("/reset_prefix_cache", cache.reset),
-        _post("/flush_cache", cache.reset),
-        _get("/admin/cache/stats", cache.stats),
-        _post("/admin/cache/inspect", cache.inspect),
-        _post("/admin/cache/pin", cache.pin),
-        _post("/admin/cache/unpin", cache.unpin),
-        _post("/admin/cache/prefetch", cache.prefetch),
-        _post("/admin/cache/clear", cache.clear),
-        _post("/admin/drain", admin.drain),
-        _post("/admin/resume", admin.resume),
-        _get("/", api.root),
-        _get("/health", api.health),
-        _get("/ready", api.ready),
-        _get("/readyz", api.ready),
-        _get("/metrics", api.metrics),
-        _get("/version", api.version),
-        _get("/openapi.json", api.openapi),
-        _get("/debug/ledger", api.ledger),
-        _post("/debug/faults", api.faults),
-        *(_post(path, unsupported(feature)) for path, feature in MISSING.items()),
-    ]
+def _route(gateway: Gateway, endpoint: Endpoint, path: str) -> Route:
+    handler = endpoint.handler or partial(_not_there_yet, endpoint.summary)
+    return Route(path, partial(handler, gateway), methods=[endpoint.method])
 
 
-def _get(path: str, handler: Handler) -> Route:
-    return Route(path, handler, methods=["GET"])
-
-
-def _post(path: str, handler: Handler) -> Route:
-    return Route(path, handler, methods=["POST"])
+async def _not_there_yet(feature: str, gateway: Gateway, request: Request) -> Response:
+    raise NotSupported(f"{feature} is not supported yet.")
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:

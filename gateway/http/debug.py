@@ -2,7 +2,7 @@
 
 Owns the gateway's own part of the ledger and the questions to all nodes, each of which has a moment
 to answer; who cannot is in the answer all the same. Asking changes nothing; faults need the test
-hooks, and a node that was started without them refuses. It knows no path and no key.
+hooks, and a node that was started without them refuses. Who may ask is decided elsewhere.
 """
 
 from __future__ import annotations
@@ -13,9 +13,13 @@ from typing import Any
 
 import msgspec
 import orjson
-from msgspec import Struct
+from starlette.requests import Request
+from starlette.responses import Response
 
-from kvferry.gateway.errors import BadRequest
+from kvferry.gateway.errors import BadRequest, NotFound
+from kvferry.gateway.http.bodies import json_response, read_body
+from kvferry.gateway.protocols.common import decode
+from kvferry.gateway.protocols.operator import FaultsRequest
 from kvferry.gateway.router.link import NodeLink
 from kvferry.gateway.router.nodes import Nodes
 from kvferry.gateway.service import Gateway
@@ -26,37 +30,23 @@ ANSWER_SECONDS = 2.0
 GATEWAY = "gateway"
 
 
-class FaultsRequest(Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The body of `POST /debug/faults`."""
-
-    node: str
-    """`all` nodes, those of a role, one by its name or address, or `gateway`."""
-    rules: list[dict[str, Any]] | None = None
-    """Faults of the frames that it sends, in place of earlier ones."""
-    hold: list[str] | None = None
-    """Stages at which requests stop until another list is sent."""
-    preempt: int = 0
-    """Sequences that a decode node preempts, the youngest first."""
-    seed: int = 0
-    store: dict[str, Any] | None = None
-    """Faults of a store's tiers."""
-    clear: bool = False
-    """Everything as it was."""
-
-
-async def ledger(gateway: Gateway) -> dict[str, Any]:
+async def ledger(gateway: Gateway, request: Request) -> Response:
     """What every process has in use."""
-    return {"gateway": _own(gateway), "nodes": await _ask_all(gateway.nodes, "ledger", b"")}
+    if not gateway.config.enable_debug:
+        raise NotFound("The server was started without --enable-debug.")
+    nodes = await _ask_all(gateway.nodes, "ledger", b"")
+    return json_response({"gateway": _own(gateway), "nodes": nodes})
 
 
-async def inject(gateway: Gateway, asked: FaultsRequest) -> dict[str, Any]:
-    """Passes faults on, and says what each process made of them.
+async def faults(gateway: Gateway, request: Request) -> Response:
+    """Faults on purpose, and what each process made of them."""
+    if not gateway.config.enable_test_hooks:
+        raise NotFound("The server was started without --enable-test-hooks.")
+    asked = decode(await read_body(gateway, request), FaultsRequest)
+    return json_response(await _inject(gateway, asked))
 
-    Raises
-    ------
-    BadRequest
-        There is no such node, or a rule makes no sense.
-    """
+
+async def _inject(gateway: Gateway, asked: FaultsRequest) -> dict[str, Any]:
     try:
         rules = rules_from_json(asked.rules or [])
     except ValueError as error:
@@ -73,13 +63,9 @@ async def inject(gateway: Gateway, asked: FaultsRequest) -> dict[str, Any]:
         known = ", ".join(name for _, name in gateway.nodes.named())
         text = f"No node is called {asked.node[:100]!r}: there are {known}, roles, all and gateway."
         raise BadRequest(text, param="node")
-    body = {name: value for name, value in _fields(asked) if name != "node"}
+    fields: dict[str, Any] = msgspec.to_builtins(asked)
+    body = {name: value for name, value in fields.items() if name != "node"}
     return {"nodes": await _ask_all(gateway.nodes, "faults", orjson.dumps(body), chosen)}
-
-
-def _fields(asked: FaultsRequest) -> Iterable[tuple[str, Any]]:
-    told: dict[str, Any] = msgspec.to_builtins(asked)
-    return told.items()
 
 
 # -- the gateway itself ----------------------------------------------------------------------------

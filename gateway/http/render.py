@@ -14,8 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvferry.gateway.errors import BadRequest
-from kvferry.gateway.http.edge import record_of
-from kvferry.gateway.http.handlers import Api
+from kvferry.gateway.http.bodies import json_response
+from kvferry.gateway.http.generate import prepare
+from kvferry.gateway.http.middleware import record_of
 from kvferry.gateway.prompt.prompts import Prompt
 from kvferry.gateway.service import Gateway
 from kvferry.gateway.tokenizer.tokenizer import Tokenizer
@@ -25,41 +26,31 @@ EXCERPT_TOKENS = 64
 """How much of each text is shown around a difference."""
 
 
-class Render:
-    """The handler."""
+async def render(gateway: Gateway, request: Request) -> Response:
+    """Takes the body of a chat or a completion request, and runs nothing."""
+    shape = gateway.admit()
+    prepared = await prepare(gateway, request, shape)
+    if len(prepared.prompts) != 1:
+        raise BadRequest("render takes one prompt.", param="prompt")
+    (prompt,) = prepared.prompts
+    caller = (record_of(request).tenant, prepared.session)
+    before = gateway.last_prompts.swap(caller, prompt.packed)
+    answer: dict[str, Any] = {
+        "object": "render",
+        "model": gateway.model.name,
+        "count": prompt.size,
+        "max_model_len": shape.max_model_len,
+        "block_size": shape.block_size,
+    }
 
-    def __init__(self, gateway: Gateway, api: Api) -> None:
-        self._gateway = gateway
-        self._api = api
+    def explain() -> bytes:
+        tokenizer = gateway.model.tokenizer
+        answer["prompt"] = tokenizer.decode(prompt.ids.tolist(), skip_special=False)
+        answer["token_ids"] = prompt.ids.tolist()
+        answer["difference"] = None if before is None else difference(before, prompt, tokenizer)
+        return orjson.dumps(answer)
 
-    async def answer(self, request: Request) -> Response:
-        """Takes the body of a chat or a completion request, and runs nothing."""
-        gateway = self._gateway
-        shape = gateway.admit()
-        asking = await self._api.asking(request, shape)
-        prompts = asking.taken.prompts
-        if len(prompts) != 1:
-            raise BadRequest("render takes one prompt.", param="prompt")
-        (prompt,) = prompts
-        caller = (record_of(request).tenant, asking.session)
-        before = gateway.last_prompts.swap(caller, prompt.packed)
-        answer: dict[str, Any] = {
-            "object": "render",
-            "model": gateway.model.name,
-            "count": prompt.size,
-            "max_model_len": shape.max_model_len,
-            "block_size": shape.block_size,
-        }
-
-        def explain() -> bytes:
-            tokenizer = gateway.model.tokenizer
-            answer["prompt"] = tokenizer.decode(prompt.ids.tolist(), skip_special=False)
-            answer["token_ids"] = prompt.ids.tolist()
-            answer["difference"] = None if before is None else difference(before, prompt, tokenizer)
-            return orjson.dumps(answer)
-
-        body = await gateway.beside(explain)
-        return Response(body, media_type="application/json")
+    return json_response(await gateway.beside(explain))
 
 
 def difference(before: bytes, prompt: Prompt, tokenizer: Tokenizer) -> dict[str, Any]:

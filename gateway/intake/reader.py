@@ -1,34 +1,33 @@
 """From the bytes of a body to what the nodes need: parameters and prompts.
 
-Owns the order of the checks, one function a path, and where they run: a small body is read where it
-is, a larger one on a thread. Decoding one holds the interpreter, so one whose decoding alone would
-take as long as several tokens is not for this process; `is_large` says which. It knows neither HTTP
-nor nodes.
+Owns the order of the checks, and where they run: a small body is read where it is, a larger one on
+a thread. Decoding one holds the interpreter, so one whose decoding alone would take as long as
+several tokens is read by another process; `is_large` says which. Owns, too, by what names clients
+call their sessions: a hint for routing and for `/render`, never a key to anything, so a wrong or
+missing one costs time only. It knows neither paths nor nodes.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from hashlib import blake2b
+from typing import TypeVar, overload
 
 import orjson
+from msgspec import Struct
 
 from kvferry.gateway.errors import BadRequest
 from kvferry.gateway.params import Params
 from kvferry.gateway.prompt.conversation import Conversation, read_conversation
 from kvferry.gateway.prompt.model import ServedModel
-from kvferry.gateway.prompt.prompts import Prompt, PromptMaker, Shape, parts_of
-from kvferry.gateway.protocols.parameters import read_chat, read_completion
-from kvferry.gateway.protocols.schemas import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-    decode,
-)
+from kvferry.gateway.prompt.prompts import CompletionPrompt, Prompt, PromptMaker, Shape, parts_of
+from kvferry.gateway.protocols.chat import Chat
+from kvferry.gateway.protocols.common import Body, decode
+from kvferry.gateway.protocols.completions import Completions
+from kvferry.gateway.protocols.tokens import DetokenizeRequest, TokenizeRequest
 
 INLINE_BYTES = 16 << 10
 """Bodies up to this size are decoded and checked on the event loop: 2 ms if they are all objects,
@@ -39,14 +38,49 @@ LARGE_OBJECTS = 20_000
 """Decoding this many takes 20 ms, a few more characters each."""
 MAX_IDS = 1 << 20
 """Most ids that /tokenize answers and /detokenize takes."""
-_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-
-Body = bytes | bytearray
+SESSION_HEADERS = (
+    "x-session-affinity",
+    "x-session-id",
+    "session-id",
+    "thread-id",
+    "x-claude-code-session-id",
+    "x-correlation-id",
+)
+"""As sent by aiperf, proxies, Codex and Claude Code; the first one that is there counts."""
+MAX_SESSION_NAME = 1024
+"""Characters of a name that count."""
 T = TypeVar("T")
+
+TextApi = Chat | Completions
+"""The APIs that generate text."""
+
+
+class ReadPrompts(Struct, frozen=True, tag="prompts"):
+    """Read a body as a request for text. It makes a `PreparedRequest`."""
+
+    api: TextApi
+    tenant: str
+    shape: Shape
+    session: str = ""
+    """What the headers call the conversation; the body's name is better."""
+
+
+class Tokenize(Struct, frozen=True, tag="tokenize"):
+    """Answer a body of `/tokenize`. It makes the answer's JSON."""
+
+    tenant: str
+    max_model_len: int | None
+
+
+class Detokenize(Struct, frozen=True, tag="detokenize"):
+    """Answer a body of `/detokenize`. It makes the answer's JSON."""
+
+
+ReadRequest = ReadPrompts | Tokenize | Detokenize
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class PreparedRequest:
     """A request that has passed every check that needs no node."""
 
     params: Params
@@ -54,8 +88,8 @@ class Taken:
     echoes: list[str]
     """Texts of the prompts, if the answer shall begin with them."""
     has_tools: bool
-    session_names: tuple[str, ...]
-    """What the body calls the conversation, the better name first."""
+    session: bytes
+    """Which conversation it belongs to, if it has a name."""
 
 
 def is_large(body: Body) -> bool:
@@ -66,42 +100,70 @@ def is_large(body: Body) -> bool:
 
 
 class Reader:
-    """Reads bodies for one model. Every method raises ApiError for what cannot be served."""
+    """Reads bodies for one model; `large`, if it is given, reads the large ones."""
 
     def __init__(
-        self, model: ServedModel, prompts: PromptMaker, executor: Executor, *, test_hooks: bool
+        self,
+        model: ServedModel,
+        prompts: PromptMaker,
+        executor: Executor,
+        large: Callable[[ReadRequest, Body], Awaitable[PreparedRequest | bytes]] | None = None,
+        *,
+        test_hooks: bool,
     ) -> None:
         self._model = model
         self._prompts = prompts
         self._executor = executor
+        self._large = large
         self._test_hooks = test_hooks
 
-    async def chat(self, body: Body, tenant: str, shape: Shape) -> Taken:
-        """`/v1/chat/completions`."""
-        asked, params, conversation = await self._run(body, lambda: self._chat(body))
-        prompt = await self._prompts.chat(conversation, params, tenant, shape)
-        tools = bool(asked.tools or asked.functions)
-        return Taken(params, [prompt], [], tools, _session_names(asked))
+    @overload
+    async def read(self, request: ReadPrompts, body: Body) -> PreparedRequest: ...
 
-    async def completions(self, body: Body, tenant: str, shape: Shape) -> Taken:
-        """`/v1/completions`."""
-        asked, params = await self._run(body, lambda: self._completion(body))
-        add = asked.add_special_tokens is not False
-        prompts = await self._prompts.completions(asked.prompt, add, params, tenant, shape)
-        echoes = self._echoes(asked, params) if params.echo else []
-        return Taken(params, prompts, echoes, False, _session_names(asked))
+    @overload
+    async def read(self, request: Tokenize | Detokenize, body: Body) -> bytes: ...
 
-    async def tokenize(self, body: Body, tenant: str, max_model_len: int | None) -> bytes:
-        """`/tokenize`: the answer's JSON."""
-        asked = await self._run(body, lambda: self._decoded(body, TokenizeRequest))
+    @overload
+    async def read(self, request: ReadRequest, body: Body) -> PreparedRequest | bytes: ...
+
+    async def read(self, request: ReadRequest, body: Body) -> PreparedRequest | bytes:
+        """What a body comes to; ApiError for what cannot be served."""
+        if self._large is not None and is_large(body):
+            return await self._large(request, body)
+        match request:
+            case ReadPrompts():
+                return await self._prepare(request, body)
+            case Tokenize():
+                return await self._tokenize(request, body)
+            case Detokenize():
+                return await self._run(body, lambda: self._detokenize(body))
+
+    async def _prepare(self, request: ReadPrompts, body: Body) -> PreparedRequest:
+        parsed = await self._run(
+            body, lambda: request.api.parse(body, self._model, test_hooks=self._test_hooks)
+        )
+        params, tenant, shape, echoes = parsed.params, request.tenant, request.shape, []
+        if isinstance(parsed.prompt, Conversation):
+            prompts = [await self._prompts.chat(parsed.prompt, params, tenant, shape)]
+        else:
+            add = parsed.add_special_tokens
+            prompts = await self._prompts.completions(parsed.prompt, add, params, tenant, shape)
+            if params.echo:
+                echoes = self._echoes(parsed.prompt, params)
+        session = session_of(tenant, parsed.session or request.session)
+        return PreparedRequest(params, prompts, echoes, parsed.has_tools, session)
+
+    async def _tokenize(self, request: Tokenize, body: Body) -> bytes:
+        asked = await self._run(body, lambda: decode(body, TokenizeRequest))
+        self._model.check_name(asked.model)
         if asked.messages is not None:
             conversation = read_conversation(
                 asked.messages,
                 add_generation_prompt=asked.add_generation_prompt,
                 continue_final_message=asked.continue_final_message,
-                variables=_variables(asked.chat_template_kwargs, None),
+                variables=dict(asked.chat_template_kwargs or {}),
             )
-            ids = (await self._prompts.chat_text(conversation, tenant)).ids
+            ids = (await self._prompts.chat_text(conversation, request.tenant)).ids
         elif asked.prompt is not None:
             add = asked.add_special_tokens is not False
             ids = await self._prompts.text_ids(asked.prompt, add)
@@ -116,7 +178,7 @@ class Reader:
             return orjson.dumps(
                 {
                     "count": len(ids),
-                    "max_model_len": max_model_len,
+                    "max_model_len": request.max_model_len,
                     "tokens": ids,
                     "token_strs": names if asked.return_token_strs else None,
                 }
@@ -124,67 +186,43 @@ class Reader:
 
         return await self._run(body, answer)
 
-    async def detokenize(self, body: Body) -> bytes:
-        """`/detokenize`: the answer's JSON."""
-        return await self._run(body, lambda: self._detokenize(body))
-
-    # -- the work, on whichever thread -------------------------------------------------------------
-
-    async def _run(self, body: Body, work: Callable[[], T]) -> T:
-        if len(body) <= INLINE_BYTES:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
-
-    def _decoded(self, body: Body, kind: type[T]) -> T:
-        asked = decode(body, kind)
-        self._model.check_name(getattr(asked, "model", None))
-        return asked
-
-    def _chat(self, body: Body) -> tuple[ChatRequest, Params, Conversation]:
-        asked = self._decoded(body, ChatRequest)
-        params = read_chat(asked, self._model.vocabulary, test_hooks=self._test_hooks)
-        conversation = read_conversation(
-            asked.messages,
-            add_generation_prompt=asked.add_generation_prompt,
-            continue_final_message=asked.continue_final_message,
-            variables=_variables(asked.chat_template_kwargs, asked.reasoning_effort),
-        )
-        return asked, params, conversation
-
-    def _completion(self, body: Body) -> tuple[CompletionRequest, Params]:
-        asked = self._decoded(body, CompletionRequest)
-        return asked, read_completion(asked, self._model.vocabulary, test_hooks=self._test_hooks)
-
-    def _echoes(self, asked: CompletionRequest, params: Params) -> list[str]:
-        skip, tokenizer = params.rules.skip_special, self._model.tokenizer
-        return [
-            part if isinstance(part, str) else tokenizer.decode(list(part), skip_special=skip)
-            for part in parts_of(asked.prompt)
-        ]
-
     def _detokenize(self, body: Body) -> bytes:
-        tokens = self._decoded(body, DetokenizeRequest).tokens
-        size = self._model.vocabulary.size
+        asked = decode(body, DetokenizeRequest)
+        self._model.check_name(asked.model)
+        size, tokens = self._model.vocabulary.size, asked.tokens
         if len(tokens) > MAX_IDS:
             raise BadRequest(f"tokens takes at most {MAX_IDS} ids.", param="tokens")
         if not all(0 <= token < size for token in tokens):
             raise BadRequest(f"tokens must be ids from 0 to {size - 1}.", param="tokens")
         return orjson.dumps({"prompt": self._model.tokenizer.decode(tokens, skip_special=False)})
 
+    def _echoes(self, prompt: CompletionPrompt, params: Params) -> list[str]:
+        skip, tokenizer = params.rules.skip_special, self._model.tokenizer
+        return [
+            part if isinstance(part, str) else tokenizer.decode(list(part), skip_special=skip)
+            for part in parts_of(prompt)
+        ]
 
-def _session_names(asked: ChatRequest | CompletionRequest) -> tuple[str, ...]:
-    names = (asked.prompt_cache_key, asked.session_id)
-    return tuple(name for name in names if isinstance(name, str) and name)
+    async def _run(self, body: Body, work: Callable[[], T]) -> T:
+        if len(body) <= INLINE_BYTES:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
 
-def _variables(kwargs: Mapping[str, Any] | None, effort: str | None) -> dict[str, Any]:
-    """What the chat template sees beside the messages."""
-    variables = dict(kwargs or {})
-    if effort is not None:
-        if effort not in _EFFORTS:
-            raise BadRequest(
-                f"reasoning_effort must be one of {', '.join(_EFFORTS)}.", param="reasoning_effort"
-            )
-        variables.setdefault("enable_thinking", effort != "none")
-        variables["reasoning_effort"] = effort
-    return variables
+# -- sessions --------------------------------------------------------------------------------------
+
+
+def session_name(headers: Mapping[str, str]) -> str:
+    """What the headers call the session; "" if they do not."""
+    return next((headers[name] for name in SESSION_HEADERS if headers.get(name)), "")
+
+
+def session_of(tenant: str, name: str) -> bytes:
+    """16 bytes for the session that a tenant calls so, none without a name.
+
+    They are hashed with the tenant, so that two tenants with one name are two sessions.
+    """
+    if not name:
+        return b""
+    text = f"{tenant}\0{name[:MAX_SESSION_NAME]}"
+    return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()

@@ -2,7 +2,7 @@
 
 Owns that process: it starts with the first large body, reads one at a time, and is made again when
 it has died. A thread waits for it, which costs the event loop nothing. What is read, and how, is
-for `reading`; the result is the one that the gateway itself would have, but for what that remembers
+for `reader`; the result is the one that the gateway itself would have, but for what that remembers
 of earlier requests. What goes through the pipe is msgpack of known types.
 """
 
@@ -15,36 +15,23 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import IO, Any
+from typing import IO
 
 import msgspec
 from msgspec import Struct
 
 from kvferry.gateway.config import GatewayConfig
 from kvferry.gateway.errors import ApiError, BadRequest, EngineFailure, NotFound, NotSupported
-from kvferry.gateway.intake.reader import Body, Taken
-from kvferry.gateway.prompt.prompts import Shape
+from kvferry.gateway.intake.reader import PreparedRequest, ReadRequest
+from kvferry.gateway.protocols.common import Body
 from kvferry.kvstore.process.process import die_with_parent
 
 log = logging.getLogger(__name__)
 
-ARGUMENTS: dict[str, Any] = {
-    "chat": tuple[str, Shape],
-    "completions": tuple[str, Shape],
-    "tokenize": tuple[str, int | None],
-    "detokenize": tuple[()],
-}
-"""What each method of `Reader` takes beside the body."""
-ANSWERS: dict[str, Any] = {
-    "chat": Taken,
-    "completions": Taken,
-    "tokenize": bytes,
-    "detokenize": bytes,
-}
 _KINDS: tuple[type[ApiError], ...] = (BadRequest, NotFound, NotSupported, EngineFailure)
 
 
-class Setup(Struct, frozen=True):
+class ReaderConfig(Struct, frozen=True):
     """The part of the gateway's configuration that decides how bodies are read."""
 
     model: str | None
@@ -56,13 +43,6 @@ class Setup(Struct, frozen=True):
     log_format: str
 
 
-class Question(Struct, frozen=True):
-    """One request; its body is the next frame."""
-
-    method: str
-    arguments: msgspec.Raw
-
-
 class Failure(Struct, frozen=True):
     """An ApiError."""
 
@@ -72,17 +52,19 @@ class Failure(Struct, frozen=True):
     code: str | None
 
 
-class Reply(Struct, frozen=True):
-    answer: msgspec.Raw
+class ReadResult(Struct, frozen=True):
+    """What became of a request and of its body, which was the frame behind it."""
+
+    answer: PreparedRequest | bytes | None
     failure: Failure | None = None
 
 
-class Apart:
+class ReaderProcess:
     """A `Reader` in another process."""
 
     def __init__(self, config: GatewayConfig) -> None:
         template = config.chat_template
-        setup = Setup(
+        reader_config = ReaderConfig(
             model=config.model,
             served_model_name=config.served_model_name,
             chat_template=None if template is None else str(template),
@@ -91,22 +73,21 @@ class Apart:
             log_level=config.log_level,
             log_format=config.log_format,
         )
-        self._setup = msgspec.msgpack.encode(setup)
+        self._config = msgspec.msgpack.encode(reader_config)
         self._thread = ThreadPoolExecutor(1, "large-bodies")
         self._closed = False
         self.process: subprocess.Popen[bytes] | None = None
 
-    async def read(self, method: str, body: Body, *arguments: Any) -> Any:
-        """What the `Reader`'s method returns.
+    async def read(self, request: ReadRequest, body: Body) -> PreparedRequest | bytes:
+        """What the `Reader` there makes of a body.
 
         Raises
         ------
         ApiError
             It raised one, or the process died of this body.
         """
-        question = Question(method, msgspec.Raw(msgspec.msgpack.encode(arguments)))
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._ask, question, body)
+        return await loop.run_in_executor(self._thread, self._ask, request, body)
 
     def close(self) -> None:
         """Ends it, whatever it does."""
@@ -120,22 +101,23 @@ class Apart:
 
     # -- on the thread -----------------------------------------------------------------------------
 
-    def _ask(self, question: Question, body: Body) -> Any:
+    def _ask(self, request: ReadRequest, body: Body) -> PreparedRequest | bytes:
         try:
             if self._closed:
                 raise EOFError
             process = self.process or self._start()
             assert process.stdin is not None and process.stdout is not None
-            send(process.stdin, msgspec.msgpack.encode(question))
+            send(process.stdin, msgspec.msgpack.encode(request))
             send(process.stdin, body)
             raw = receive(process.stdout)
         except (OSError, EOFError) as error:
             self._lost()
             raise EngineFailure("The body could not be read.", code="internal_error") from error
-        reply = msgspec.msgpack.decode(raw, type=Reply)
-        if reply.failure is not None:
-            raise from_failure(reply.failure)
-        return msgspec.msgpack.decode(reply.answer, type=ANSWERS[question.method])
+        result = msgspec.msgpack.decode(raw, type=ReadResult)
+        if result.failure is not None:
+            raise from_failure(result.failure)
+        assert result.answer is not None
+        return result.answer
 
     def _start(self) -> subprocess.Popen[bytes]:
         self.process = subprocess.Popen(
@@ -147,7 +129,7 @@ class Apart:
         if self._closed:
             raise EOFError
         assert self.process.stdin is not None
-        send(self.process.stdin, self._setup)
+        send(self.process.stdin, self._config)
         return self.process
 
     def _lost(self) -> None:

@@ -19,10 +19,9 @@ from kvferry.gateway.errors import (
     NotFound,
     NotSupported,
 )
-from kvferry.gateway.intake import reader
 from kvferry.gateway.intake.reader import INLINE_BYTES, LARGE_BYTES, LARGE_OBJECTS, is_large
 from kvferry.gateway.intake.worker import from_failure, to_failure
-from kvferry.gateway.protocols import schemas
+from kvferry.gateway.protocols import chat, common, completions
 from kvferry.kvstore.keys import unpack_tokens
 from kvferry.tests.rigs.gateway import web
 from kvferry.tests.rigs.gateway.rig import (
@@ -99,9 +98,10 @@ def test_a_stream_goes_on_beside_a_huge_body(
 
     def watched(body: bytes, kind: type[Any]) -> Any:
         here.append(len(body))
-        return schemas.decode(body, kind)
+        return common.decode(body, kind)
 
-    monkeypatch.setattr(reader, "decode", watched)
+    for module in (chat, completions):
+        monkeypatch.setattr(module, "decode", watched)
     path, body = huge(kind)
     before = len(rig.decode.generates)
     with Beside(rig) as beside:
@@ -177,23 +177,23 @@ def test_errors_of_a_large_body_are_those_of_a_small_one(rig: Rig) -> None:
 def test_its_process_is_made_again_when_it_dies(rig: Rig) -> None:
     padding = "x" * (LARGE_BYTES + 1)
     assert rig.chat(metadata=padding).status_code == 200
-    process = rig.gateway.apart.process
+    process = rig.gateway.reader_process.process
     assert process is not None
     process.kill()
     process.wait()
     statuses = [rig.chat(metadata=padding).status_code for _ in range(2)]
     assert statuses in ([200, 200], [500, 200])
-    assert rig.gateway.apart.process is not process
+    assert rig.gateway.reader_process.process is not process
 
 
 def test_it_ends_with_the_gateway(tmp_path: Path) -> None:
     with running(tmp_path / "m") as rig:
-        assert rig.gateway.apart.process is None, "nobody needed it yet"
+        assert rig.gateway.reader_process.process is None, "nobody needed it yet"
         rig.chat(metadata="x" * (LARGE_BYTES + 1))
-        process = rig.gateway.apart.process
+        process = rig.gateway.reader_process.process
         assert process is not None and process.poll() is None
     wait_until(lambda: process.returncode == -9)
-    wait_until(lambda: rig.gateway.apart.process is None)
+    wait_until(lambda: rig.gateway.reader_process.process is None)
 
 
 def test_what_is_large() -> None:

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.gateway.intake.session import HEADERS, session_of
+from kvferry.gateway.intake.reader import SESSION_HEADERS, session_name, session_of
+from kvferry.gateway.protocols.common import decode
+from kvferry.gateway.protocols.options import Options
 from kvferry.gateway.router.policy import (
     DecodeView,
     PrefillView,
@@ -24,19 +26,26 @@ from kvferry.tests.rigs.gateway.rig import FakeDecode, Rig, several, wait_until
 NODES = [f"tcp://10.0.0.{number}:7000" for number in range(5)]
 
 
-@pytest.mark.parametrize("header", HEADERS)
+@pytest.mark.parametrize("header", SESSION_HEADERS)
 def test_every_header_names_a_session(header: str) -> None:
-    assert session_of({header: "s1"}, "t") == session_of({}, "t", "s1")
-    assert session_of({header: "s1"}, "t") != session_of({header: "s2"}, "t")
-    assert session_of({header: ""}, "t") == session_of({}, "t", None, 7, "") == b""
+    assert session_name({header: "s1"}) == "s1"
+    assert session_name({header: ""}) == session_name({}) == ""
 
 
-def test_the_body_comes_before_the_headers_and_tenants_apart() -> None:
-    headers = {"session-id": "h", "x-session-affinity": "first"}
-    assert session_of(headers, "t", None, "body") == session_of({}, "t", "body")
-    assert session_of(headers, "t") == session_of({}, "t", "first")
-    assert session_of(headers, "t") != session_of(headers, "u")
-    assert len(session_of({}, "t", "x" * 1_000_000 + "\ud800")) == 16
+def test_the_better_name_counts() -> None:
+    assert session_name({"session-id": "h", "x-session-affinity": "first"}) == "first"
+    bodies = {b'{"prompt_cache_key": null, "session_id": "body"}': "body",
+              b'{"prompt_cache_key": "key", "session_id": "body"}': "key",
+              b'{"prompt_cache_key": 7, "session_id": ""}': "", b"{}": ""}  # fmt: skip
+    for body, name in bodies.items():
+        assert decode(body, Options).session == name
+
+
+def test_sessions_of_tenants_are_told_apart() -> None:
+    assert session_of("t", "s1") != session_of("t", "s2")
+    assert session_of("t", "s1") != session_of("u", "s1")
+    assert session_of("t", "") == b""
+    assert len(session_of("t", "x" * 1_000_000 + "\ud800")) == 16
 
 
 def views(session: bytes, addresses: list[str]) -> list[DecodeView]:
@@ -46,7 +55,7 @@ def views(session: bytes, addresses: list[str]) -> list[DecodeView]:
 def test_a_session_stays_where_it_is_among_equals() -> None:
     homes = []
     for number in range(200):
-        session = session_of({}, "t", f"s{number}")
+        session = session_of("t", f"s{number}")
         home = NODES[best_decode(views(session, NODES), 500)]
         homes.append(home)
         turned = NODES[2:] + NODES[:2]
@@ -62,7 +71,7 @@ def test_a_session_never_outweighs_load_or_prefix(loads: list[tuple[int, int]]) 
     plain = [DecodeView(prefix, 0, requests, 16, 0) for requests, prefix in loads]
     best = min(view.cost(1000) for view in plain)
     for number in range(8):
-        session = session_of({}, "t", str(number))
+        session = session_of("t", str(number))
         hinted = [
             replace(view, affinity=affinity(session, NODES[at])) for at, view in enumerate(plain)
         ]
@@ -94,6 +103,9 @@ def test_requests_of_a_session_go_to_one_node_while_it_is_there(tmp_path: Path) 
         assert {len(one) for one in found} == {1} and set().union(*found) == {0, 1}
         keyed = homes(rig, nodes, json={"prompt_cache_key": "s3"})
         assert keyed == found[3], "the field means what the header does"
+        other = next(f"s{at}" for at, home in enumerate(found) if home != found[3])
+        both = {"json": {"prompt_cache_key": "s3"}, "headers": {"session-id": other}}
+        assert homes(rig, nodes, **both) == found[3], "the body comes before the headers"
         (home,) = found[0]
         nodes[home].say(Status(0, 0, 0, 0, 64, True, {}))
         wait_until(lambda: rig.gateway.nodes.decode[home].draining)

@@ -11,7 +11,8 @@ import pytest
 from kvferry.gateway.errors import BadRequest
 from kvferry.gateway.prompt.chat_template import ChatTemplate, TemplateRefused, load_template
 from kvferry.gateway.prompt.conversation import Conversation, read_conversation, render
-from kvferry.gateway.protocols.schemas import ChatRequest, decode
+from kvferry.gateway.protocols.chat import ChatRequest
+from kvferry.gateway.protocols.common import decode
 from kvferry.gateway.tokenizer.control_text import ControlText
 from kvferry.kvstore.errors import ConfigError
 

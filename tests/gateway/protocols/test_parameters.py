@@ -11,16 +11,10 @@ import orjson
 import pytest
 
 from kvferry.gateway.params import Params, Vocabulary
-from kvferry.gateway.protocols.parameters import (
-    CHECKED_AND_IGNORED,
-    IGNORED,
-    REFUSED,
-    REFUSED_IN_CHATS,
-    REFUSED_IN_COMPLETIONS,
-    read_chat,
-    read_completion,
-)
-from kvferry.gateway.protocols.schemas import ChatRequest, CompletionRequest, decode
+from kvferry.gateway.protocols.chat import CHECKED_AND_IGNORED, ChatRequest, read_chat
+from kvferry.gateway.protocols.common import decode, refused_fields
+from kvferry.gateway.protocols.completions import CompletionRequest, read_completion
+from kvferry.gateway.protocols.options import IGNORED
 
 PAGE = (Path(__file__).parents[3] / "docs" / "api.md").read_text()
 VOCABULARY = Vocabulary(1000, {})
@@ -29,6 +23,7 @@ CHAT_FIELDS = set(ChatRequest.__struct_fields__)
 COMPLETION_FIELDS = set(CompletionRequest.__struct_fields__)
 LATER = {"structured_outputs"}
 """Refused as features to come."""
+REFUSED = {*refused_fields(ChatRequest), *refused_fields(CompletionRequest), *LATER}
 KNOWN = """
     messages model temperature top_p top_k min_p repetition_penalty frequency_penalty
     presence_penalty seed n best_of max_tokens max_completion_tokens min_tokens ignore_eos stop
@@ -70,19 +65,17 @@ def read(path: str, **fields: Any) -> Params:
 
 
 def test_the_documented_lists_are_the_codes() -> None:
-    refused = {*REFUSED, *REFUSED_IN_CHATS, *REFUSED_IN_COMPLETIONS, *LATER}
     checked, _, anything = section("Accepted and ignored").partition("These may hold anything:")
     assert set(re.findall(r"`(\w+)`", checked.partition("total`:")[2])) == {*CHECKED_AND_IGNORED}
     assert names(anything.partition("\n\n")[0]) == set(IGNORED)
     listed = names(section("Refused").partition("empty.")[2]) - {"n"}
-    assert listed == refused
-    taken = (CHAT_FIELDS | COMPLETION_FIELDS) - refused - {*CHECKED_AND_IGNORED}
+    assert listed == REFUSED
+    taken = (CHAT_FIELDS | COMPLETION_FIELDS) - REFUSED - {*CHECKED_AND_IGNORED}
     assert honoured() == taken | {"echo"}
 
 
 def test_every_known_parameter_is_in_one_class() -> None:
-    refused = {*REFUSED, *REFUSED_IN_CHATS, *REFUSED_IN_COMPLETIONS, *LATER} - {"echo"}
-    classes = (honoured(), {*IGNORED, *CHECKED_AND_IGNORED}, refused)
+    classes = (honoured(), {*IGNORED, *CHECKED_AND_IGNORED}, REFUSED - {"echo"})
     for name in KNOWN.split():
         assert sum(name in names for names in classes) == 1, name
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import re
 import secrets
+from collections.abc import Callable
+from enum import Enum, auto
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
@@ -17,46 +19,54 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvferry.gateway.errors import ApiError, EngineFailure, Unauthorized, to_response
 from kvferry.gateway.http.sse import ClientGone
-from kvferry.gateway.service import Gateway, Origin
+from kvferry.gateway.service import Gateway
 from kvferry.gateway.telemetry.access_log import Record, log_request
 
 log = logging.getLogger(__name__)
 
-OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/ready", "/readyz", "/version"})
-ADMIN_PREFIXES = ("/admin", "/debug", "/flush_cache", "/reset_prefix_cache", "/server_info")
-ABORT_PATHS = frozenset({"/abort_request", "/v1/abort"})
-"""For the operator's key too, which reaches everybody's requests."""
 CLIENT_GONE = 499
 """The log's status for a client that left first."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:+/=-]{1,128}")
 
 
+class Access(Enum):
+    """Who may ask."""
+
+    OPEN = auto()
+    """Everybody. It is logged only where everything is."""
+    TENANT = auto()
+    """Whoever has a key, while any is configured."""
+    OWNER = auto()
+    """The same, for what is theirs; the operator, for what is anybody's."""
+    ADMIN = auto()
+    """The operator."""
+
+
 def record_of(request: Request) -> Record:
-    """The record of a request that came through the edge."""
+    """The record of a request that came through the middleware."""
     record = request.scope["state"]["record"]
     assert isinstance(record, Record)
     return record
 
 
-def origin_of(record: Record) -> Origin:
-    """By what names this request's generation can be found."""
-    return Origin(record.tenant, frozenset({record.request_id, record.response_id}))
+class RequestMiddleware:
+    """ASGI middleware around everything. `access_of` says who may ask for a path, known or not."""
 
-
-class Edge:
-    """ASGI middleware around everything."""
-
-    def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
+    def __init__(self, app: ASGIApp, gateway: Gateway, access_of: Callable[[str], Access]) -> None:
         self._app = app
         self._gateway = gateway
+        self._access_of = access_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        record = Record(scope["method"], scope["path"], _request_id(headers))
+        offered = headers.get("x-request-id", "")
+        name = offered if _REQUEST_ID.fullmatch(offered) else f"req-{secrets.token_hex(12)}"
+        record = Record(scope["method"], scope["path"], name)
+        access = self._access_of(record.path)
         scope.setdefault("state", {})["record"] = record
 
         async def send_with_id(message: Message) -> None:
@@ -68,16 +78,22 @@ class Edge:
 
         self._gateway.began()
         try:
-            await self._serve(record, headers, scope, receive, send_with_id)
+            await self._serve(record, access, headers, scope, receive, send_with_id)
         finally:
             self._gateway.ended()
-            self._close(record, headers)
+            self._close(record, access, headers)
 
     async def _serve(
-        self, record: Record, headers: Headers, scope: Scope, receive: Receive, send: Send
+        self,
+        record: Record,
+        access: Access,
+        headers: Headers,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
     ) -> None:
         try:
-            self._authenticate(record, headers)
+            self._authenticate(record, access, headers)
             if scope["method"] == "POST":
                 await self._gateway.request_pacer.turn()
             await self._app(scope, receive, send)
@@ -94,29 +110,24 @@ class Edge:
             failure = EngineFailure("The gateway failed.", code=record.code)
             await to_response(failure)(scope, receive, send)
 
-    def _authenticate(self, record: Record, headers: Headers) -> None:
-        path, admin = record.path, self._gateway.admin_keys
-        if path in OPEN_PATHS:
+    def _authenticate(self, record: Record, access: Access, headers: Headers) -> None:
+        admin = self._gateway.admin_keys
+        if access is Access.OPEN:
             return
-        if path.startswith(ADMIN_PREFIXES):
+        if access is Access.ADMIN:
             if admin.open:
                 raise Unauthorized("This needs the server to have an --admin-api-key.")
             admin.tenant(headers)
             record.admin = True
-        elif path in ABORT_PATHS and admin.known(headers):
+        elif access is Access.OWNER and admin.known(headers):
             record.admin = True
         else:
             record.tenant = self._gateway.keys.tenant(headers)
 
-    def _close(self, record: Record, headers: Headers) -> None:
+    def _close(self, record: Record, access: Access, headers: Headers) -> None:
         if record.code:
             self._gateway.metrics.failed(record.code)
         if self._gateway.tracer is not None:
             self._gateway.tracer.finished(record, headers)
-        level = logging.DEBUG if record.path in OPEN_PATHS else logging.INFO
+        level = logging.DEBUG if access is Access.OPEN else logging.INFO
         log_request(record, level)
-
-
-def _request_id(headers: Headers) -> str:
-    offered = headers.get("x-request-id", "")
-    return offered if _REQUEST_ID.fullmatch(offered) else f"req-{secrets.token_hex(12)}"

@@ -10,15 +10,13 @@ import pytest
 
 from kvferry.gateway.errors import ApiError, BadRequest, NotSupported
 from kvferry.gateway.params import Params, Vocabulary
-from kvferry.gateway.protocols.parameters import (
-    COMPLETION_MAX_TOKENS,
-    REFUSED,
-    REFUSED_IN_CHATS,
-    REFUSED_IN_COMPLETIONS,
-    read_chat,
+from kvferry.gateway.protocols.chat import ChatRequest, read_chat
+from kvferry.gateway.protocols.common import decode, refused_fields
+from kvferry.gateway.protocols.completions import (
+    DEFAULT_MAX_TOKENS,
+    CompletionRequest,
     read_completion,
 )
-from kvferry.gateway.protocols.schemas import ChatRequest, CompletionRequest, decode
 
 VOCABULARY = Vocabulary(1000, {"temperature": 0.6, "top_k": 20.0})
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -181,10 +179,13 @@ def test_limits_that_depend_on_each_other() -> None:
         completion(logprobs=21)
 
 
-@pytest.mark.parametrize("name", [*REFUSED, *REFUSED_IN_CHATS, *REFUSED_IN_COMPLETIONS])
+IN_CHATS, IN_COMPLETIONS = refused_fields(ChatRequest), refused_fields(CompletionRequest)
+
+
+@pytest.mark.parametrize("name", sorted({*IN_CHATS, *IN_COMPLETIONS}))
 def test_what_would_change_the_answer_is_refused_by_name(name: str) -> None:
-    for read, others in ((chat, REFUSED_IN_COMPLETIONS), (completion, REFUSED_IN_CHATS)):
-        if name in others:
+    for read, names in ((chat, IN_CHATS), (completion, IN_COMPLETIONS)):
+        if name not in names:
             continue
         with pytest.raises(BadRequest) as refused:
             read(**{name: [7]})
@@ -236,7 +237,7 @@ def test_defaults() -> None:
     assert params.sampling.logprobs is None
     assert chat(temperature=0, top_k=-1).sampling.temperature == 0
     assert chat(top_k=-1).sampling.top_k == 0
-    assert completion().default_max_tokens == COMPLETION_MAX_TOKENS
+    assert completion().default_max_tokens == DEFAULT_MAX_TOKENS
 
 
 def test_max_completion_tokens_wins() -> None:
