@@ -15,7 +15,7 @@ CONFIG_ERROR = 2
 
 
 @dataclass(frozen=True, slots=True)
-class RoleReport:
+class Report:
     """One line of a status pipe."""
 
     address: str | None = None
@@ -29,14 +29,14 @@ class ReportReader:
     def __init__(self) -> None:
         self._rest = b""
 
-    def feed(self, data: bytes) -> list[RoleReport]:
+    def feed(self, data: bytes) -> list[Report]:
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [_report(line) for line in lines if line.strip()]
 
 
-def _report(line: bytes) -> RoleReport:
+def _report(line: bytes) -> Report:
     said: dict[str, Any] = json.loads(line)
-    return RoleReport(said.get("address"), bool(said.get("ready")), said.get("error"))
+    return Report(said.get("address"), bool(said.get("ready")), said.get("error"))
 
 
 class Restarts:

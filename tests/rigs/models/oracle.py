@@ -2,7 +2,8 @@
 
 Arithmetic may differ between two ways of computing the same thing, so a difference counts only
 where the oracle was not undecided itself: where its two best logits are further apart than
-`TIE`. What comes after a tie is another text and cannot be compared.
+`TIE`. What comes after a tie is another text and cannot be compared. Torch and transformers, which
+take seconds to import, are imported by whoever asks the oracle.
 """
 
 from __future__ import annotations
@@ -12,10 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from transformers import AutoModelForCausalLM
-from transformers.utils import logging as transformers_logging
 
 TIE = 1e-3
 
@@ -34,21 +32,27 @@ class Verdict(NamedTuple):
     wrong_at: int | None
 
 
-def load_oracle(folder: Path, dtype: torch.dtype = torch.float32) -> Any:
-    """The model as plain transformers loads it."""
+def load_oracle(folder: Path) -> Any:
+    """The model as plain transformers loads it, in float32."""
+    import torch
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
+
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, local_files_only=True)
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
 
 
-@torch.inference_mode()
 def greedy(model: Any, ids: Sequence[int], n: int) -> Greedy:
     """The `n` best tokens after `ids`, whatever they are: an end of sequence does not stop it."""
+    import torch
+
     tokens: list[int] = []
     margins: list[float] = []
     cache = None
     new = list(ids)
     for _ in range(n):
-        result = model(torch.tensor([new]), cache=cache, use_cache=True, logits_to_keep=1)
+        with torch.inference_mode():
+            result = model(torch.tensor([new]), cache=cache, use_cache=True, logits_to_keep=1)
         cache = result.cache
         best = result.logits[0, -1].topk(2)
         margins.append(float(best.values[0] - best.values[1]))
@@ -74,20 +78,24 @@ class Judge:
             self._seen[asked] = self._judge(*asked)
         return self._seen[asked]
 
-    @torch.inference_mode()
     def _judge(self, prompt: tuple[int, ...], got: tuple[int, ...]) -> Verdict:
+        import torch
+
         ids = torch.tensor([[*prompt, *got[:-1]]])
-        logits = self._model(ids, use_cache=False, logits_to_keep=len(got)).logits[0]
+        with torch.inference_mode():
+            logits = self._model(ids, use_cache=False, logits_to_keep=len(got)).logits[0]
         best = logits.topk(2)
         margins = (best.values[:, 0] - best.values[:, 1]).tolist()
         return agree(best.indices[:, 0].tolist(), margins, got)
 
 
-@torch.inference_mode()
 def logits_at(model: Any, ids: Sequence[int], lengths: Sequence[int]) -> NDArray[np.float32]:
     """The logits after the first n of `ids` for every n of `lengths`, from one uncached pass."""
+    import torch
+
     rows = torch.tensor([length - 1 for length in lengths])
-    logits = model(torch.tensor([list(ids)]), use_cache=False, logits_to_keep=rows).logits[0]
+    with torch.inference_mode():
+        logits = model(torch.tensor([list(ids)]), use_cache=False, logits_to_keep=rows).logits[0]
     return np.asarray(logits.float().numpy())
 
 

@@ -1,7 +1,8 @@
 """Tiny random models of several families, for numerics: fast, and sensitive to every wrong block.
 
 With an initializer range of 0.2 instead of the default, overwriting one block of KV changes the
-greedy text nearly always. The weights depend on nothing but the family and the seed.
+greedy text nearly always. The weights depend on nothing but the family and the seed. Torch and
+transformers, which take seconds to import, are imported by whoever makes one.
 """
 
 from __future__ import annotations
@@ -9,10 +10,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 from typing import Any
-
-import torch
-from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
-from transformers.models.auto import AutoModelForCausalLM
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
@@ -37,6 +34,8 @@ _SIZES = {
 
 def tiny_config(family: str, **overrides: Any) -> Any:
     """The transformers configuration of a tiny `family`, with `overrides` of its fields."""
+    from transformers import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
     sizes: dict[str, Any] = {**_SIZES, **overrides}
     if family == "llama":
         return LlamaConfig(**sizes)
@@ -56,6 +55,9 @@ def write_tiny_model(
     **overrides: Any,
 ) -> None:
     """Writes config, weights and generation config, and copies the tokenizer of another folder."""
+    import torch
+    from transformers.models.auto import AutoModelForCausalLM
+
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         config = tiny_config(family, **overrides)
