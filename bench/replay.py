@@ -23,12 +23,13 @@ from pathlib import Path
 import msgspec
 
 from kvferry.kvstore.keys import checksum
-from kvferry.kvstore.tiers.cache import Handed, Tiers
+from kvferry.kvstore.tiers.block import Block
+from kvferry.kvstore.tiers.cache import Handed, TieredCache
 from kvferry.kvstore.tiers.disk.files import FileSystem
 from kvferry.kvstore.tiers.disk.record import record_bytes
 from kvferry.kvstore.tiers.disk.segments import SegmentIndex
-from kvferry.kvstore.tiers.disk.worker import DiskWorker, Job, ReadJob
-from kvferry.kvstore.tiers.host import Arena, Block
+from kvferry.kvstore.tiers.disk.worker import DiskJob, DiskWorker, ReadJob
+from kvferry.kvstore.tiers.host import HostTier
 
 PAYLOAD_BYTES = 64
 CAPACITIES = {512: (2_000, 6_000, 20_000, 60_000), 64: (4_096, 8_192, 16_384, 32_768)}
@@ -101,7 +102,7 @@ class Replay:
 
     def __init__(self, folder: Path, slots: int, disk_records: int = 0) -> None:
         self._memory = memoryview(bytearray((slots + 1) * PAYLOAD_BYTES))
-        self._jobs: list[Job] = []
+        self._jobs: list[DiskJob] = []
         self._files = FileSystem(folder)
         self._worker = DiskWorker(self._files)
         index = None
@@ -111,7 +112,7 @@ class Replay:
                 disk_records * record_bytes(PAYLOAD_BYTES), b"\2" * 16, PAYLOAD_BYTES
             )
         # One slot more: the one that is being written holds no block yet.
-        self.tiers = Tiers(Arena(slots + 1), self._view, index, self._jobs.append)
+        self.tiers = TieredCache(HostTier(slots + 1), self._view, index, self._jobs.append)
         self._now = 0.0
         self._number = 0
 
@@ -137,9 +138,9 @@ class Replay:
 
     def _load(self, keys: Sequence[bytes]) -> int:
         self._number += 1
-        window = max(1, self.tiers.arena.num_slots // 4)
+        window = max(1, self.tiers.host.num_slots // 4)
         deadline = self._now + 60.0
-        handed = self.tiers.load(
+        handed = self.tiers.fetch(
             "node", self._number, keys, 0, deadline=deadline, window=window, now=self._now
         )
         assert handed is not None

@@ -12,7 +12,7 @@ import msgspec
 
 from kvferry.kvstore.keys import split_keys
 from kvferry.kvstore.store.figures import GAUGES, by_tier, gauge_names
-from kvferry.kvstore.store.space import Space
+from kvferry.kvstore.store.storage import ModelStorage
 from kvferry.kvstore.store.traffic import MAX_DEADLINE_S
 from kvferry.kvstore.tiers.disk.files import FileSystem
 from kvferry.kvstore.wire.store import CacheRequest
@@ -20,9 +20,9 @@ from kvferry.kvstore.wire.store import CacheRequest
 MAX_PIN_S = 7 * 86400.0
 
 
-def answer_care(
+def answer_admin(
     request: CacheRequest,
-    space: Space | None,
+    storage: ModelStorage | None,
     files: FileSystem | None,
     figures: Callable[[], dict[str, float]],
     now: float,
@@ -31,18 +31,20 @@ def answer_care(
     try:
         keys = split_keys(request.keys)
         if request.action == "stats":
-            answer = _stats(space, figures())
-        elif space is None:
-            answer = _cared_unopened(request, keys, files)
+            answer = _stats(storage, figures())
+        elif storage is None:
+            answer = _answer_unopened(request, keys, files)
         else:
-            answer = _cared(request, keys, space, now)
+            answer = _answer(request, keys, storage, now)
     except ValueError as error:
         answer = {"error": str(error)}
     return msgspec.json.encode(answer)
 
 
-def _cared(request: CacheRequest, keys: list[bytes], space: Space, now: float) -> dict[str, object]:
-    tiers = space.tiers
+def _answer(
+    request: CacheRequest, keys: list[bytes], storage: ModelStorage, now: float
+) -> dict[str, object]:
+    tiers = storage.tiers
     match request.action:
         case "inspect":
             return {"tiers": tiers.inspect(keys).decode()}
@@ -50,7 +52,7 @@ def _cared(request: CacheRequest, keys: list[bytes], space: Space, now: float) -
             if request.tenant and len(request.tenant) != 16:
                 raise ValueError(f"a tenant of {len(request.tenant)} bytes; it has 16")
             cleared = tiers.clear(request.tenant or None)
-            held = tiers.arena.num_leased
+            held = tiers.host.num_leased
             return {"cleared_host": cleared.host, "cleared_disk": cleared.disk, "held": held}
         case "pin":
             if not 0 < request.seconds <= MAX_PIN_S:
@@ -66,19 +68,19 @@ def _cared(request: CacheRequest, keys: list[bytes], space: Space, now: float) -
     raise ValueError(f"no action is called {request.action[:100]!r}")
 
 
-def _stats(space: Space | None, figures: dict[str, float]) -> dict[str, object]:
+def _stats(storage: ModelStorage | None, figures: dict[str, float]) -> dict[str, object]:
     gauges = gauge_names()
-    ledger = {} if space is None else space.tiers.ledger()
+    ledger = {} if storage is None else storage.tiers.ledger()
     return {
         **ledger,
         "tiers": by_tier(figures),
         "gauges": {name: int(figures.get(name, 0)) for name in GAUGES},
         "counters": {name: it for name, it in figures.items() if name not in gauges},
-        "well": space is None or space.tiers.well,
+        "well": storage is None or storage.tiers.well,
     }
 
 
-def _cared_unopened(
+def _answer_unopened(
     request: CacheRequest, keys: list[bytes], files: FileSystem | None
 ) -> dict[str, object]:
     match request.action:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvferry.kvstore.store.space import Space
+from kvferry.kvstore.store.storage import ModelStorage
 
 TIERS = ("host", "disk")
 TIER_GAUGES = {
@@ -28,23 +28,23 @@ GAUGES = {
 }
 
 
-def tier_figures(space: Space | None, ram: int, disk: int) -> dict[str, float]:
-    """The gauges of a store that may take so many bytes; without a space it holds nothing."""
-    if space is None:
+def tier_figures(storage: ModelStorage | None, ram: int, disk: int) -> dict[str, float]:
+    """The gauges of a store that may take so many bytes; without a node so far it holds nothing."""
+    if storage is None:
         empty = {f"{tier}_{name}": 0.0 for tier in TIERS for name in TIER_GAUGES}
         return empty | {"host_capacity_bytes": ram, "disk_capacity_bytes": disk}
-    arena, tier = space.tiers.arena.ledger(), space.tiers.disk
+    host, tier = storage.tiers.host.ledger(), storage.tiers.disk
     figures: dict[str, float] = {
-        "host_bytes": arena["resident"] * space.slot_bytes,
-        "host_capacity_bytes": arena["total"] * space.slot_bytes,
-        "host_blocks": arena["resident"],
+        "host_bytes": host["resident"] * storage.slot_bytes,
+        "host_capacity_bytes": host["total"] * storage.slot_bytes,
+        "host_blocks": host["resident"],
         "disk_bytes": 0,
         "disk_capacity_bytes": 0,
         "disk_blocks": 0,
-        "pinned_blocks": arena["pinned"],
-        "leased_blocks": arena["leased"],
-        "quarantined_blocks": arena["quarantined"],
-        "quarantine_spent": not space.tiers.well,
+        "pinned_blocks": host["pinned"],
+        "leased_blocks": host["leased"],
+        "quarantined_blocks": host["quarantined"],
+        "quarantine_spent": not storage.tiers.well,
     }
     if tier is not None:
         index = tier.index

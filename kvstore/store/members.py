@@ -10,14 +10,14 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from kvferry.kvstore.store.space import Space
+from kvferry.kvstore.store.storage import ModelStorage
 from kvferry.kvstore.wire.server import Peer, Server
 from kvferry.kvstore.wire.store import Attached, Granted, Holding
 
 GRANTED_BYTES = 32 << 20
 """Slots that a node has to write into, as far as a sixteenth of the arena allows."""
 GRANTED_PART = 16
-BURIAL_SECONDS = 0.25
+PROOF_SECONDS = 0.25
 """How often lost nodes are looked at."""
 
 
@@ -44,9 +44,9 @@ class Members:
         self._counters = counters
         self._members: dict[bytes, Member] = {}
         self._next_lane = 1
-        self._unburied: dict[bytes, int] = {}
+        self._quarantined: dict[bytes, int] = {}
         """Lost nodes with slots in quarantine, and their lanes."""
-        self._bury_at = 0.0
+        self._prove_at = 0.0
 
     def __len__(self) -> int:
         return len(self._members)
@@ -59,94 +59,94 @@ class Members:
         return self._members.get(owner) if isinstance(owner, bytes) else None
 
     @property
-    def num_unburied(self) -> int:
-        return len(self._unburied)
+    def num_quarantined(self) -> int:
+        return len(self._quarantined)
 
     def forget(self) -> None:
         """Their arena is gone."""
         self._members.clear()
-        self._unburied.clear()
+        self._quarantined.clear()
 
-    def attach(self, peer: Peer, space: Space, *, shared: bool) -> None:
+    def attach(self, peer: Peer, storage: ModelStorage, *, shared: bool) -> None:
         """A node is there; it may write once it has said how its blocks travel."""
         member = self._members.get(peer.identity)
         if member is None:  # else the answer was lost on its way
             member = self._members[peer.identity] = Member(peer, self._next_lane)
             self._next_lane += 1
-        path = str(space.memory.path) if shared else ""
+        path = str(storage.memory.path) if shared else ""
         self._server.send(
             peer,
             Attached(
                 path,
                 member.lane,
-                space.slot_bytes,
-                space.tiers.arena.num_slots,
-                space.tiers.lease_s,
+                storage.slot_bytes,
+                storage.tiers.host.num_slots,
+                storage.tiers.lease_s,
             ),
         )
 
-    def mapped(self, space: Space, member: Member, shared: bool) -> None:
+    def mapped(self, storage: ModelStorage, member: Member, shared: bool) -> None:
         """It has said whether it has mapped the arena."""
-        member.shared = shared and space.memory.is_locked(member.lane)
+        member.shared = shared and storage.memory.is_locked(member.lane)
         member.ready = True
 
-    def _grant(self, space: Space, member: Member) -> None:
+    def _grant(self, storage: ModelStorage, member: Member) -> None:
         if not member.ready:
             return
-        arena = space.tiers.arena
-        most = min(GRANTED_BYTES // space.slot_bytes, arena.num_slots // GRANTED_PART)
+        host = storage.tiers.host
+        most = min(GRANTED_BYTES // storage.slot_bytes, host.num_slots // GRANTED_PART)
         wanted = max(1, most) - len(member.slots)
         if wanted > max(1, most) // 4 or not member.slots:
-            slots = space.tiers.grant(member.peer.identity, wanted)
+            slots = storage.tiers.grant(member.peer.identity, wanted)
             if slots:
                 member.grants += 1
                 member.slots |= dict.fromkeys(slots, member.grants)
                 self._server.send(member.peer, Granted(member.grants, tuple(slots)))
 
-    def holding(self, space: Space, member: Member, message: Holding) -> None:
+    def holding(self, storage: ModelStorage, member: Member, message: Holding) -> None:
         """A commit was lost on its way: its slots come back. Or a grant: it is sent again."""
         kept = set(message.slots)
         for slot, grant in list(member.slots.items()):
             if grant <= message.number and slot not in kept:
                 self._counters["slots_mislaid"] += 1
-                self.give_back(space, member, slot)
+                self.give_back(storage, member, slot)
         for number in range(message.number + 1, member.grants + 1):
             slots = tuple(slot for slot, grant in member.slots.items() if grant == number)
             self._server.send(member.peer, Granted(number, slots))
 
-    def give_back(self, space: Space, member: Member, slot: int) -> None:
+    def give_back(self, storage: ModelStorage, member: Member, slot: int) -> None:
         """It will not write this slot."""
-        if space.tiers.arena.give_back(member.peer.identity, slot):
+        if storage.tiers.host.give_back(member.peer.identity, slot):
             del member.slots[slot]
 
-    def lost(self, space: Space, peer: Peer) -> None:
+    def lost(self, storage: ModelStorage, peer: Peer) -> None:
         """A node is gone. What it may still write to stays in quarantine."""
         member = self._members.pop(peer.identity, None)
         if member is None:
             return
         self._counters["peers_lost"] += 1
-        quarantined = space.tiers.lost(peer.identity)
+        quarantined = storage.tiers.lost(peer.identity)
         if quarantined and member.shared:
-            self._unburied[peer.identity] = member.lane
+            self._quarantined[peer.identity] = member.lane
         else:  # it had mapped nothing
-            space.tiers.buried(peer.identity)
+            storage.tiers.proven_dead(peer.identity)
 
-    def tick(self, space: Space, now: float) -> None:
+    def tick(self, storage: ModelStorage, now: float) -> None:
         """Buries who can write no more, and grants slots to who has few."""
-        if now >= self._bury_at:
-            self._bury_at = now + BURIAL_SECONDS
-            self._bury(space)
+        if now >= self._prove_at:
+            self._prove_at = now + PROOF_SECONDS
+            self._prove_dead(storage)
         for member in self._members.values():
-            self._grant(space, member)
+            self._grant(storage, member)
 
-    def _bury(self, space: Space) -> None:
-        for identity, lane in list(self._unburied.items()):
-            if not space.memory.is_locked(lane):
-                space.tiers.buried(identity)
-                del self._unburied[identity]
+    def _prove_dead(self, storage: ModelStorage) -> None:
+        for identity, lane in list(self._quarantined.items()):
+            if not storage.memory.is_locked(lane):
+                storage.tiers.proven_dead(identity)
+                del self._quarantined[identity]
 
-    def check(self, space: Space) -> None:
+    def check(self, storage: ModelStorage) -> None:
         """Proves that the arena and the members agree about who may write what."""
         for member in self._members.values():
-            held = space.tiers.arena.reserved_by(member.peer.identity)
+            held = storage.tiers.host.reserved_by(member.peer.identity)
             assert held == member.slots.keys(), "grants disagree"

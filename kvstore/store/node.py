@@ -5,8 +5,8 @@
        └─────────────────────────────────────────────────────────────────────────────────┘
 
 Owns the order of a round, whose blocks are kept here, and which message goes where: nodes come and
-go in `store_members`, their blocks pass through `store_traffic`, operators are answered by
-`store_care`. What is decided about blocks is decided in `tiers`.
+go in `members`, their blocks pass through `traffic`, operators are answered by
+`admin`. What is decided about blocks is decided in `tiers`.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from kvferry.kvstore.keys import split_keys
 from kvferry.kvstore.node.announce import REPORT_SECONDS
 from kvferry.kvstore.node.debug import DebugDesk, DebugSwitches, StoreHooks
 from kvferry.kvstore.process.collector import Collector
-from kvferry.kvstore.store.admin import answer_care
+from kvferry.kvstore.store.admin import answer_admin
 from kvferry.kvstore.store.figures import tier_figures
 from kvferry.kvstore.store.members import Members
-from kvferry.kvstore.store.space import Space, StoreSizes, open_files
+from kvferry.kvstore.store.storage import ModelStorage, StoreSizes, open_files
 from kvferry.kvstore.store.traffic import Traffic
 from kvferry.kvstore.tiers.disk.files import FileSystem
 from kvferry.kvstore.tiers.disk.worker import DiskFaults
@@ -87,7 +87,7 @@ class StoreNode:
             clients=lambda: (),
             on_store=lambda hooks: self._inject(hooks),
         )
-        self.space: Space | None = None
+        self.storage: ModelStorage | None = None
         self.faults = DiskFaults()
         self._server = server
         self._sizes = sizes
@@ -135,9 +135,9 @@ class StoreNode:
         deadline = began + drain_s
         while self._server.socket.poll(LAST_WORDS_MS) and self._clock() < began + drain_s / 2:
             self.turn()
-        if self.space is not None:
-            self.space.drain(lambda: self._clock() > deadline, self._clock)
-            disk = self.space.tiers.disk
+        if self.storage is not None:
+            self.storage.drain(lambda: self._clock() > deadline, self._clock)
+            disk = self.storage.tiers.disk
             if disk is not None and disk.unwritten:
                 unwritten = disk.unwritten * disk.index.span
                 log.warning("%d bytes were not written in time: they are lost", unwritten)
@@ -146,17 +146,17 @@ class StoreNode:
         poller = zmq.Poller()
         poller.register(self._server.socket, zmq.POLLIN)
         poller.register(stop_fd, zmq.POLLIN)
-        if self.space is not None and self.space.disk is not None:
-            poller.register(self.space.disk.fileno(), zmq.POLLIN)
+        if self.storage is not None and self.storage.disk is not None:
+            poller.register(self.storage.disk.fileno(), zmq.POLLIN)
         poller.poll(BUSY_POLL_MS if self._is_busy() else IDLE_POLL_MS)
 
     def _is_busy(self) -> bool:
         """Whether time alone may bring something to do."""
-        if self.space is None:
+        if self.storage is None:
             return False
-        tiers = self.space.tiers
+        tiers = self.storage.tiers
         writes = tiers.disk is not None and tiers.disk.wants_turn(self._clock())
-        return bool(self._members.num_unburied or tiers.loads.active or writes)
+        return bool(self._members.num_quarantined or tiers.fetches.active or writes)
 
     def turn(self) -> None:
         """One round of the loop."""
@@ -167,20 +167,20 @@ class StoreNode:
         self._server.tick(now)
         for peer in self._server.take_lost():
             self._lost(peer)
-        if self.space is not None:
-            self._turn_space(self.space, now)
+        if self.storage is not None:
+            self._turn_storage(self.storage, now)
         self._report(now)
 
-    def _turn_space(self, space: Space, now: float) -> None:
-        if space.disk is not None:
-            for job in space.disk.take_done():
-                self._traffic.hand_out(space, space.tiers.disk_done(job, now))
-        if self._early and not space.recovering:
+    def _turn_storage(self, storage: ModelStorage, now: float) -> None:
+        if storage.disk is not None:
+            for job in storage.disk.take_done():
+                self._traffic.hand_out(storage, storage.tiers.disk_done(job, now))
+        if self._early and not storage.recovering:
             early, self._early = self._early, {}
             for peer, message in early.values():
                 self._attached(peer, message)
-        self._traffic.hand_out(space, space.tiers.tick(now))
-        self._members.tick(space, now)
+        self._traffic.hand_out(storage, storage.tiers.tick(now))
+        self._members.tick(storage, now)
 
     # -- meeting --------------------------------------------------------------------------------
 
@@ -193,13 +193,13 @@ class StoreNode:
         return Welcome("store", self._fingerprint or {}, 1, 1, 1, 0)
 
     def _adopt(self, fingerprint: dict[str, str]) -> None:
-        if self.space is not None:
+        if self.storage is not None:
             log.info("another model comes: the arena is emptied, the disk keeps what it has")
-            disk = self.space.tiers.disk
+            disk = self.storage.tiers.disk
             if disk is not None:
-                self.space.drain(lambda: not disk.index.wants_cleaning, self._clock)
-            self.space.close()
-            self.space, self._memory = None, None
+                self.storage.drain(lambda: not disk.index.wants_cleaning, self._clock)
+            self.storage.close()
+            self.storage, self._memory = None, None
             if self._sizes.disk:
                 self._files = open_files(self._sizes.folder)
             if self._collector is not None:
@@ -210,21 +210,21 @@ class StoreNode:
     def _attached(self, peer: Peer, message: Attach) -> None:
         if peer.role not in NODE_ROLES:
             return
-        space = self.space or self._open(message.block_bytes)
-        if space is None or space.block_bytes != message.block_bytes:
-            ours = "too few fit" if space is None else str(space.block_bytes)
+        storage = self.storage or self._open(message.block_bytes)
+        if storage is None or storage.block_bytes != message.block_bytes:
+            ours = "too few fit" if storage is None else str(storage.block_bytes)
             self._server.send(peer, Refused("block_bytes", ours, str(message.block_bytes)))
             return
-        if space.recovering:  # until then it would be told that nothing is there
+        if storage.recovering:  # until then it would be told that nothing is there
             self._early[peer.identity] = (peer, message)
             return
-        self._members.attach(peer, space, shared=message.shared)
+        self._members.attach(peer, storage, shared=message.shared)
 
-    def _open(self, block_bytes: int) -> Space | None:
+    def _open(self, block_bytes: int) -> ModelStorage | None:
         try:
             memory = self._memory or self._new_memory()
             self._memory = memory
-            space = Space(
+            storage = ModelStorage(
                 self._sizes,
                 memory,
                 self._fingerprint or {},
@@ -235,14 +235,14 @@ class StoreNode:
         except ConfigError as error:
             log.error("%s", error)
             return None
-        log.info("%d slots of %d bytes", space.tiers.arena.num_slots, space.slot_bytes)
-        self.space = space
-        return space
+        log.info("%d slots of %d bytes", storage.tiers.host.num_slots, storage.slot_bytes)
+        self.storage = storage
+        return storage
 
     def _lost(self, peer: Peer) -> None:
         self._early.pop(peer.identity, None)
-        if self.space is not None:
-            self._members.lost(self.space, peer)
+        if self.storage is not None:
+            self._members.lost(self.storage, peer)
 
     # -- messages -------------------------------------------------------------------------------
 
@@ -252,7 +252,7 @@ class StoreNode:
             case Attach():
                 self._attached(peer, message)
             case CacheRequest():
-                body = answer_care(message, self.space, self._files, self.figures, now)
+                body = answer_admin(message, self.storage, self._files, self.figures, now)
                 self._server.send(peer, CacheReply(message.number, body))
             case DebugRequest():
                 self.debug.answer(peer, message)
@@ -266,39 +266,39 @@ class StoreNode:
     def _of_member(self, received: FromPeer, now: float) -> None:
         message = received.message
         member = self._members.find(received.peer.identity)
-        space = self.space
-        if member is None or space is None:
+        storage = self.storage
+        if member is None or storage is None:
             self._counters["messages_unattached"] += 1
             return
         owner = member.peer.identity
         try:
             match message:
                 case Mapped(shared):
-                    self._members.mapped(space, member, shared)
+                    self._members.mapped(storage, member, shared)
                 case GiveBack(slots):
                     for slot in slots:
-                        self._members.give_back(space, member, slot)
+                        self._members.give_back(storage, member, slot)
                 case Holding():
-                    self._members.holding(space, member, message)
+                    self._members.holding(storage, member, message)
                 case Commit():
-                    self._traffic.commit(space, member, message, received.payloads, now)
+                    self._traffic.commit(storage, member, message, received.payloads, now)
                 case Keeping(slots):
-                    space.tiers.keep_held(owner, frozenset(slots))
+                    storage.tiers.keep_held(owner, frozenset(slots))
                 case Release(slots):
                     for slot in slots:
-                        space.tiers.release_held(owner, slot)
+                        storage.tiers.release_held(owner, slot)
                 case Locate(number, keys):
-                    tiers = space.tiers.locate(split_keys(keys))
+                    tiers = storage.tiers.locate(split_keys(keys))
                     self._server.send(member.peer, Located(number, tiers))
                 case Fetch():
-                    self._traffic.fetch(space, member, message, now)
+                    self._traffic.fetch(storage, member, message, now)
                 case Taken(number, count):
-                    handed = space.tiers.took(owner, number, count, now)
-                    self._traffic.hand_out(space, [handed] if handed else [])
+                    handed = storage.tiers.took(owner, number, count, now)
+                    self._traffic.hand_out(storage, [handed] if handed else [])
                 case CancelFetch(number):
-                    space.tiers.cancel(owner, number)
+                    storage.tiers.cancel(owner, number)
                 case Damaged(key):
-                    space.tiers.damaged(key)
+                    storage.tiers.damaged(key)
                 case _:
                     log.warning("ignored a %s", type(message).__name__)
         except ValueError as error:
@@ -313,10 +313,10 @@ class StoreNode:
         self.faults.damage_reads += max(0, hooks.damage_reads)
         self.faults.fail_reads += max(0, hooks.fail_reads)
         self.faults.fail_writes += max(0, hooks.fail_writes)
-        if self.space is not None:
-            keys = [block.key for block in self.space.tiers.arena.blocks()]
+        if self.storage is not None:
+            keys = [block.key for block in self.storage.tiers.host.blocks()]
             for key in keys[: max(0, hooks.damage_host)]:
-                view = self.space.view(self.space.tiers.arena.slot_of(key))
+                view = self.storage.view(self.storage.tiers.host.slot_of(key))
                 view[len(view) // 2] ^= 1
                 view.release()
 
@@ -326,13 +326,13 @@ class StoreNode:
         if now < self._report_at:
             return
         self._report_at = now + REPORT_SECONDS
-        arena = None if self.space is None else self.space.tiers.arena
+        host = None if self.storage is None else self.storage.tiers.host
         status = Status(
-            running=0 if self.space is None else len(self.space.tiers.loads.active),
+            running=0 if self.storage is None else len(self.storage.tiers.fetches.active),
             waiting=0,
-            blocks_used=0 if arena is None else arena.num_resident,
-            blocks_cached=0 if arena is None else arena.num_resident,
-            blocks_total=0 if arena is None else arena.num_slots,
+            blocks_used=0 if host is None else host.num_resident,
+            blocks_cached=0 if host is None else host.num_resident,
+            blocks_total=0 if host is None else host.num_slots,
             draining=self._draining,
             counters=self.figures(),
         )
@@ -348,37 +348,37 @@ class StoreNode:
             "frames_stale": self._server.counters.stale,
             "peers_refused": self._server.counters.refused,
         }
-        figures |= tier_figures(self.space, self._sizes.ram, self._sizes.disk)
+        figures |= tier_figures(self.storage, self._sizes.ram, self._sizes.disk)
         figures["attached_nodes"] = len(self._members)
-        if self.space is not None:
-            figures |= self.space.tiers.figures()
+        if self.storage is not None:
+            figures |= self.storage.tiers.figures()
         return figures
 
     def ledger(self) -> dict[str, object]:
         """Everything that is held here and by whom."""
-        tiers = {} if self.space is None else self.space.tiers.ledger()
+        tiers = {} if self.storage is None else self.storage.tiers.ledger()
         return {
             **tiers,
             "members": len(self._members),
-            "unburied": self._members.num_unburied,
+            "quarantined_nodes": self._members.num_quarantined,
             "counters": self.figures(),
         }
 
     def check(self) -> None:
         """Proves the invariants of everything this process owns."""
-        if self.space is None:
+        if self.storage is None:
             return
-        self.space.tiers.check()
-        self._members.check(self.space)
+        self.storage.tiers.check()
+        self._members.check(self.storage)
 
     def close(self) -> None:
         """Ends the disk's thread and takes the arena's name away. A second time does nothing."""
-        if self.space is not None:
-            self.space.close()
+        if self.storage is not None:
+            self.storage.close()
         else:
             if self._memory is not None:
                 self._memory.remove()
                 self._memory.close()
             if self._files is not None:
                 self._files.close()
-        self.space = self._memory = self._files = None
+        self.storage = self._memory = self._files = None

@@ -1,7 +1,7 @@
 """Blocks between a store and its nodes: commits that come, loads that are handed out.
 
 Owns how a commit is checked and how blocks leave: as leases on slots, or as frames. What is decided
-about blocks is decided in `tiers`; who may write which slot is `store_members`'.
+about blocks is decided in `tiers`; who may write which slot is `members`'.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Iterable, Sequence
 
 from kvferry.kvstore.keys import checksum, split_keys
 from kvferry.kvstore.store.members import Member, Members
-from kvferry.kvstore.store.space import Space
+from kvferry.kvstore.store.storage import ModelStorage
+from kvferry.kvstore.tiers.block import Block
 from kvferry.kvstore.tiers.cache import Handed
-from kvferry.kvstore.tiers.host import Block
 from kvferry.kvstore.wire.server import Server
 from kvferry.kvstore.wire.store import Commit, Delivered, Fetch, FetchEnded, Leased
 
@@ -31,7 +31,7 @@ class Traffic:
 
     def commit(
         self,
-        space: Space,
+        storage: ModelStorage,
         member: Member,
         message: Commit,
         payloads: Sequence[memoryview],
@@ -47,35 +47,35 @@ class Traffic:
         ):
             block = Block(key, parent, message.tenant, message.depth + index, total)
             parent = key
-            if message.inline and not self._filled(space, member, slot, payloads[index], total):
+            if message.inline and not self._filled(storage, member, slot, payloads[index], total):
                 continue
             owner = member.peer.identity
-            if space.tiers.commit(owner, slot, block, hold=message.hold, now=now):
+            if storage.tiers.commit(owner, slot, block, hold=message.hold, now=now):
                 del member.slots[slot]
 
     def _filled(
-        self, space: Space, member: Member, slot: int, payload: memoryview, total: int
+        self, storage: ModelStorage, member: Member, slot: int, payload: memoryview, total: int
     ) -> bool:
         """Copies an inline block into a slot of the node's, if both are what they should be."""
-        arena, owner = space.tiers.arena, member.peer.identity
-        if len(payload) != space.block_bytes or checksum(payload) != total:
+        host, owner = storage.tiers.host, member.peer.identity
+        if len(payload) != storage.block_bytes or checksum(payload) != total:
             self._counters["frames_damaged"] += 1
-            self._members.give_back(space, member, slot)
+            self._members.give_back(storage, member, slot)
             return False
-        if arena.holds(owner, slot):
-            view = space.view(slot)
+        if host.holds(owner, slot):
+            view = storage.view(slot)
             view[:] = payload
             view.release()
         return True
 
-    def fetch(self, space: Space, member: Member, message: Fetch, now: float) -> None:
+    def fetch(self, storage: ModelStorage, member: Member, message: Fetch, now: float) -> None:
         """Begins a load."""
         keys = split_keys(message.keys)
-        window = min(message.window, max(1, space.tiers.arena.num_slots // 2))
+        window = min(message.window, max(1, storage.tiers.host.num_slots // 2))
         if not 0 <= message.first <= len(keys) or not 0 <= message.deadline_s <= MAX_DEADLINE_S:
             self._server.send(member.peer, FetchEnded(message.number, "refused"))
             return
-        handed = space.tiers.load(
+        handed = storage.tiers.fetch(
             member.peer.identity,
             message.number,
             keys,
@@ -84,21 +84,21 @@ class Traffic:
             window=window,
             now=now,
         )
-        self.hand_out(space, [handed] if handed else [])
+        self.hand_out(storage, [handed] if handed else [])
 
-    def hand_out(self, space: Space, handed: Iterable[Handed]) -> None:
+    def hand_out(self, storage: ModelStorage, handed: Iterable[Handed]) -> None:
         """Tells each reader what it may copy now, and that nothing more comes."""
         for it in handed:
-            member = self._members.find(it.load.owner)
+            member = self._members.find(it.fetch.owner)
             if member is None:
                 continue
             if it.blocks:
-                self._send_blocks(space, member, it)
+                self._send_blocks(storage, member, it)
             if it.ended:
-                self._server.send(member.peer, FetchEnded(it.load.number, it.ended))
+                self._server.send(member.peer, FetchEnded(it.fetch.number, it.ended))
 
-    def _send_blocks(self, space: Space, member: Member, handed: Handed) -> None:
-        blocks, number = handed.blocks, handed.load.number
+    def _send_blocks(self, storage: ModelStorage, member: Member, handed: Handed) -> None:
+        blocks, number = handed.blocks, handed.fetch.number
         if member.shared:
             self._server.send(
                 member.peer,
@@ -111,10 +111,10 @@ class Traffic:
                 ),
             )
             return
-        most = max(1, MESSAGE_BYTES // space.block_bytes)
+        most = max(1, MESSAGE_BYTES // storage.block_bytes)
         for start in range(0, len(blocks), most):
             part = blocks[start : start + most]
-            views = [space.view(block.slot) for block in part]
+            views = [storage.view(block.slot) for block in part]
             header = Delivered(
                 number,
                 part[0].index,

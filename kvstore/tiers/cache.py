@@ -1,4 +1,4 @@
-"""The host and disk tiers as one store: put, locate, load, clear, pin.
+"""The host and disk tiers as one store: put, locate, fetch, clear, pin.
 
 Joins the arena, the loads and the disk tier, and owns the rules that concern both: what a prefix
 is, what an eviction means for the disk, what is removed where. It knows block keys and slots, never
@@ -12,12 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from kvferry.kvstore.tiers.block import Block
 from kvferry.kvstore.tiers.disk.record import Record
 from kvferry.kvstore.tiers.disk.segments import SegmentIndex
 from kvferry.kvstore.tiers.disk.tier import DiskTier
-from kvferry.kvstore.tiers.disk.worker import Job, ReadJob
-from kvferry.kvstore.tiers.fetches import DISK, HOST, Load, Loads, Ready
-from kvferry.kvstore.tiers.host import Arena, Block, Lease, Owner
+from kvferry.kvstore.tiers.disk.worker import DiskJob, ReadJob
+from kvferry.kvstore.tiers.fetches import DISK, HOST, Fetch, Fetches, Ready
+from kvferry.kvstore.tiers.host import HostTier, Lease, Owner
 from kvferry.kvstore.tiers.victims import Victims
 
 LEASE_SECONDS = 10.0
@@ -33,9 +34,9 @@ _PREFETCH = "prefetch"
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """What one load got: blocks to copy, and why it ended if it has."""
+    """What one fetch got: blocks to copy, and why it ended if it has."""
 
-    load: Load
+    fetch: Fetch
     blocks: list[Ready]
     ended: str
 
@@ -48,24 +49,24 @@ class Cleared:
     disk: int
 
 
-class Tiers:
+class TieredCache:
     """One store's blocks. `index` is None without a disk tier."""
 
     def __init__(
         self,
-        arena: Arena,
+        host: HostTier,
         view: Callable[[int], memoryview],
         index: SegmentIndex | None,
-        submit: Callable[[Job], None],
+        submit: Callable[[DiskJob], None],
         *,
         lease_s: float = LEASE_SECONDS,
     ) -> None:
-        self.arena = arena
+        self.host = host
         self.counters: Counter[str] = Counter()
-        self.disk = None if index is None else DiskTier(index, arena, view, submit, self._save)
-        self.victims = Victims(arena)
+        self.disk = None if index is None else DiskTier(index, host, view, submit, self._save)
+        self.victims = Victims(host)
         self.lease_s = lease_s
-        self.loads = Loads(arena, lease_s, self._on_disk, self._start_read, self._recovering)
+        self.fetches = Fetches(host, lease_s, self._on_disk, self._start_read, self._recovering)
         self._view = view
         self._filling: dict[bytes, tuple[int, Block]] = {}
         """Blocks being read from disk, by key, and the slots they go to."""
@@ -81,30 +82,30 @@ class Tiers:
 
     def grant(self, owner: Owner, count: int) -> list[int]:
         """Slots for a writer's next blocks; fewer, perhaps none, when the arena is busy."""
-        slots = self.arena.grant(owner, count)
+        slots = self.host.grant(owner, count)
         self._settle_evicted()
         return slots
 
     def commit(self, owner: Owner, slot: int, block: Block, *, hold: bool, now: float) -> bool:
         """A writer has filled a slot of its own. False, counted, when the slot is not its own."""
-        if not self.arena.holds(owner, slot):
+        if not self.host.holds(owner, slot):
             self.counters["commits_refused"] += 1
             return False
-        known = not self.victims.forget(block.key) and block.key in self.arena
+        known = not self.victims.forget(block.key) and block.key in self.host
         until = now + HOLD_SECONDS if hold else None
-        lease = self.arena.commit(owner, slot, block, until)
+        lease = self.host.commit(owner, slot, block, until)
         if lease is not None:
             self._held[(owner, slot)] = lease
         self.counters["puts_known" if known else "puts"] += 1
         if not known and self.disk is not None:
-            self.disk.offer(block.key)
+            self.disk.write_behind(block.key)
         return True
 
     def release_held(self, owner: Owner, slot: int) -> None:
         """A shipment has arrived, or will not."""
         lease = self._held.pop((owner, slot), None)
         if lease is not None:
-            self.arena.release(lease)
+            self.host.release(lease)
 
     def keep_held(self, owner: Owner, slots: frozenset[int]) -> None:
         """Of an owner's shipments only these are still on their way."""
@@ -114,7 +115,7 @@ class Tiers:
                 self.release_held(owner, slot)
 
     def _settle_evicted(self) -> None:
-        evicted = self.arena.take_evicted()
+        evicted = self.host.take_evicted()
         for block in evicted:
             self.victims.forget(block.key)
         if self.disk is not None:
@@ -137,7 +138,7 @@ class Tiers:
         return b"".join(self._tier(key) or b"-" for key in keys)
 
     def _tier(self, key: bytes) -> bytes:
-        if key in self.arena:
+        if key in self.host:
             return HOST
         return DISK if self._on_disk(key) else b""
 
@@ -149,7 +150,7 @@ class Tiers:
 
     # -- loading --------------------------------------------------------------------------------
 
-    def load(
+    def fetch(
         self,
         owner: Owner,
         number: int,
@@ -162,41 +163,41 @@ class Tiers:
     ) -> Handed | None:
         """A request wants this chain, and the bytes of its blocks from `first` on.
 
-        None when the reader already has a load of this number.
+        None when the reader already has a fetch of this number.
         """
-        load = Load(owner, number, keys, first, deadline, max(1, window))
-        if not self.loads.start(load):
+        fetch = Fetch(owner, number, keys, first, deadline, max(1, window))
+        if not self.fetches.start(fetch):
             self.counters["loads_repeated"] += 1
             return None
         self._touch(keys)
         self.counters["loads"] += 1
         self.counters["blocks_asked"] += len(keys) - first
-        return self._advance(load, now)
+        return self._advance(fetch, now)
 
     def _touch(self, keys: Sequence[bytes]) -> None:
-        self.arena.retention.touch(keys)
+        self.host.order.touch(keys)
         if self.disk is None:
             return
         self.disk.index.touch(keys)
         for key in keys:
             self.victims.forget(key)
-            if key in self.arena:  # used again: now it may displace something on disk
-                self.disk.offer(key)
+            if key in self.host:  # used again: now it may displace something on disk
+                self.disk.write_behind(key)
 
-    def _advance(self, load: Load, now: float) -> Handed:
-        blocks = self.loads.advance(load, now)
-        if load.keep:
+    def _advance(self, fetch: Fetch, now: float) -> Handed:
+        blocks = self.fetches.advance(fetch, now)
+        if fetch.keep:
             for block in blocks:
                 self.counters["blocks_host" if block.tier == HOST else "blocks_disk"] += 1
-        if load.ended:
-            self.counters[f"loads_{load.ended}"] += 1
-        return Handed(load, blocks, load.ended)
+        if fetch.ended:
+            self.counters[f"loads_{fetch.ended}"] += 1
+        return Handed(fetch, blocks, fetch.ended)
 
     def _start_read(self, key: bytes) -> bool:
         assert self.disk is not None
         if key in self._filling:  # it will be in memory soon
             return False
-        slot = self.arena.start_fill()
+        slot = self.host.start_fill()
         self._settle_evicted()
         if slot is None:
             self.counters["reads_without_slot"] += 1
@@ -209,7 +210,7 @@ class Tiers:
         assert self.disk is not None
         for record in records:
             block = record.block
-            if block.key in self.arena or block.key in self._filling:
+            if block.key in self.host or block.key in self._filling:
                 continue
             if not (block.depth == 0 or block.parent in self._filling or self._tier(block.parent)):
                 continue
@@ -225,19 +226,19 @@ class Tiers:
         self._prefetches += 1
         for key in keys:
             if self.victims.forget(key) and self.disk is not None:
-                self.disk.offer(key)
-        window = max(1, self.arena.num_slots // 4)
-        load = Load(_PREFETCH, self._prefetches, keys, 0, deadline, window, keep=False)
-        self.loads.start(load)
-        self._advance(load, now)
+                self.disk.write_behind(key)
+        window = max(1, self.host.num_slots // 4)
+        fetch = Fetch(_PREFETCH, self._prefetches, keys, 0, deadline, window, keep=False)
+        self.fetches.start(fetch)
+        self._advance(fetch, now)
 
     def took(self, owner: Owner, number: int, count: int, now: float) -> Handed | None:
         """The reader has copied `count` more blocks: more may be handed out."""
-        load = self.loads.took(owner, number, count)
-        return None if load is None or load.ended else self._advance(load, now)
+        fetch = self.fetches.took(owner, number, count)
+        return None if fetch is None or fetch.ended else self._advance(fetch, now)
 
     def cancel(self, owner: Owner, number: int) -> None:
-        self.loads.cancel(owner, number)
+        self.fetches.cancel(owner, number)
 
     def damaged(self, key: bytes) -> None:
         """A reader's copy was not what the key promises: nobody is served this block again."""
@@ -247,16 +248,16 @@ class Tiers:
     def _remove(self, key: bytes) -> None:
         if self.disk is not None:
             self.disk.discard(key)
-        if key in self.arena:
+        if key in self.host:
             self.victims.forget(key)
-            self.arena.discard(key)
+            self.host.discard(key)
         if key in self._filling:
             self._unwanted.add(key)
         self._pin_later.pop(key, None)
 
     # -- the disk -------------------------------------------------------------------------------
 
-    def disk_done(self, job: Job, now: float) -> list[Handed]:
+    def disk_done(self, job: DiskJob, now: float) -> list[Handed]:
         """Takes an outcome of the disk's; what it gives to loads."""
         assert self.disk is not None
         self.disk.done(job, now)
@@ -267,26 +268,26 @@ class Tiers:
         slot, _ = self._filling.pop(block.key)
         wanted = job.ok and block.key not in self._unwanted
         if not job.urgent:
-            self.victims.filled(block.key, kept=wanted and block.key not in self.arena)
+            self.victims.filled(block.key, kept=wanted and block.key not in self.host)
         if wanted:
-            self.arena.filled(slot, block, alone=not job.urgent)
+            self.host.filled(slot, block, alone=not job.urgent)
             until = self._pin_later.pop(block.key, 0.0)
             if until > now:
-                self.arena.pin([block.key], until, self._most_pinned)
+                self.host.pin([block.key], until, self._most_pinned)
         else:
-            self.arena.fill_failed(slot)
+            self.host.fill_failed(slot)
         self._unwanted.discard(block.key)
-        return [self._advance(load, now) for load in self.loads.landed(block.key)]
+        return [self._advance(fetch, now) for fetch in self.fetches.landed(block.key)]
 
     # -- turning --------------------------------------------------------------------------------
 
     def tick(self, now: float) -> list[Handed]:
         """Deadlines, leases that expire, writes that can start. Call every turn."""
-        self.arena.expire(now)
-        self.loads.expire()
-        for name in [it for it, lease in self._held.items() if not self.arena.is_live(lease)]:
+        self.host.expire(now)
+        self.fetches.expire()
+        for name in [it for it, lease in self._held.items() if not self.host.is_live(lease)]:
             del self._held[name]
-        handed = [self._advance(load, now) for load in list(self.loads.active.values())]
+        handed = [self._advance(fetch, now) for fetch in list(self.fetches.active.values())]
         if self.disk is not None:
             self.disk.step(now)
         return [it for it in handed if it.blocks or it.ended]
@@ -295,7 +296,7 @@ class Tiers:
 
     def clear(self, tenant: bytes | None) -> Cleared:
         """Removes one tenant's blocks, or everything, from both tiers."""
-        gone = [it.key for it in self.arena.blocks() if tenant is None or it.tenant == tenant]
+        gone = [it.key for it in self.host.blocks() if tenant is None or it.tenant == tenant]
         on_disk = 0
         if self.disk is not None:
             on_disk = self.disk.clear_all() if tenant is None else self.disk.clear(tenant)
@@ -304,7 +305,7 @@ class Tiers:
                 self._unwanted.add(key)
         for key in gone:
             self.victims.forget(key)
-            self.arena.discard(key)
+            self.host.discard(key)
         if tenant is None:
             self._pin_later.clear()
         return Cleared(len(gone), on_disk)
@@ -315,11 +316,11 @@ class Tiers:
         Those on disk only are kept from when they have been read, which is for somebody else to
         start: see `prefetch`.
         """
-        pinned = self.arena.pin(keys, now + seconds, self._most_pinned)
+        pinned = self.host.pin(keys, now + seconds, self._most_pinned)
         self._pin_later = {key: until for key, until in self._pin_later.items() if until > now}
-        room = self._most_pinned - self.arena.num_pinned
+        room = self._most_pinned - self.host.num_pinned
         for key in keys:
-            if key in self.arena or not self._on_disk(key):
+            if key in self.host or not self._on_disk(key):
                 continue
             if key not in self._pin_later and len(self._pin_later) >= room:
                 break
@@ -329,45 +330,45 @@ class Tiers:
 
     @property
     def _most_pinned(self) -> int:
-        return int(PINNED_SHARE * self.arena.num_slots)
+        return int(PINNED_SHARE * self.host.num_slots)
 
     def unpin(self, keys: Sequence[bytes]) -> int:
         """How many of these were pinned."""
         later = sum(self._pin_later.pop(key, None) is not None for key in keys)
-        return later + self.arena.unpin(keys)
+        return later + self.host.unpin(keys)
 
     # -- peers that go --------------------------------------------------------------------------
 
     def lost(self, owner: Owner) -> bool:
         """A peer is gone: whether slots are in quarantine until it is proven dead."""
-        self.loads.lost(owner)
+        self.fetches.lost(owner)
         for name in [name for name in self._held if name[0] == owner]:
             del self._held[name]
-        quarantined = self.arena.lost(owner)
+        quarantined = self.host.lost(owner)
         self.counters["slots_quarantined"] += quarantined
         return quarantined > 0
 
-    def buried(self, owner: Owner) -> None:
+    def proven_dead(self, owner: Owner) -> None:
         """A lost peer can write no more."""
-        self.arena.buried(owner)
+        self.host.proven_dead(owner)
 
     # -- state ----------------------------------------------------------------------------------
 
     @property
     def well(self) -> bool:
         """Whether the quarantine is within its budget."""
-        return self.arena.num_quarantined <= QUARANTINE_SHARE * self.arena.num_slots
+        return self.host.num_quarantined <= QUARANTINE_SHARE * self.host.num_slots
 
     @property
     def idle(self) -> bool:
         """Nobody loads and everything is on disk that can be."""
-        return not self.loads.active and (self.disk is None or self.disk.idle)
+        return not self.fetches.active and (self.disk is None or self.disk.idle)
 
     def ledger(self) -> dict[str, object]:
         return {
-            "arena": self.arena.ledger(),
+            "arena": self.host.ledger(),
             "disk": None if self.disk is None else self.disk.ledger(),
-            "loads": len(self.loads.active),
+            "loads": len(self.fetches.active),
             "held": len(self._held),
             "filling": len(self._filling),
         }
@@ -385,15 +386,15 @@ class Tiers:
             **self.counters,
             **disk,
             **more,
-            "evictions": self.arena.evictions,
-            "leases_expired": self.arena.expired_leases,
+            "evictions": self.host.evictions,
+            "leases_expired": self.host.expired_leases,
         }
 
     def check(self) -> None:
         """Proves the invariants of everything the store owns."""
-        self.arena.check()
+        self.host.check()
         self.victims.check()
-        self.loads.check()
+        self.fetches.check()
         if self.disk is not None:
             self.disk.check()
-        assert self.arena.ledger()["filling"] == len(self._filling), "a fill nobody waits for"
+        assert self.host.ledger()["filling"] == len(self._filling), "a fill nobody waits for"

@@ -306,7 +306,7 @@ class Duel:
             self._trial.add(key, parent, first=first)
 
 
-class Retention(ChainOrder):
+class EvictionOrder(ChainOrder):
     """The order of a real tier: credited only while that has proven better than plain LRU."""
 
     def __init__(self, capacity: int) -> None:

@@ -24,25 +24,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from kvferry.kvstore.tiers.eviction import Retention
+from kvferry.kvstore.tiers.block import Block
+from kvferry.kvstore.tiers.eviction import EvictionOrder
 
 Owner = Hashable
 FOREVER = float("inf")
 FUTILE_TAKES = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """What a block of KV is, in whichever tier it lies."""
-
-    key: bytes
-    parent: bytes
-    """The key before it in its chain, or the root."""
-    tenant: bytes
-    depth: int
-    """How many blocks come before it."""
-    checksum: int
-    """xxh3-64 of its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +42,12 @@ class Lease:
     until: float
 
 
-class Arena:
+class HostTier:
     """The accounting of `num_slots` slots, numbered from 0."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
-        self.retention = Retention(num_slots)
+        self.order = EvictionOrder(num_slots)
         self.evictions = 0
         self.expired_leases = 0
         self._free = list(range(num_slots - 1, -1, -1))
@@ -129,13 +116,13 @@ class Arena:
     def _take(self, *, spare: bool = False) -> int | None:
         if self._free:
             return self._free.pop()
-        key = self.retention.evict(lambda it: self.may_go(it) and not self.is_unwritten(it))
+        key = self.order.evict(lambda it: self.may_go(it) and not self.is_unwritten(it))
         if key is None and spare:
             return None
         if key is None and self.is_on_disk is not None:
             key = self._take_inner(self.is_on_disk)
         if key is None:
-            key = self.retention.evict(self.may_go)
+            key = self.order.evict(self.may_go)
         return None if key is None else self._vacate(key)
 
     def _vacate(self, key: bytes) -> int:
@@ -154,7 +141,7 @@ class Arena:
         if self._futile > 0:
             self._futile -= 1
             return None
-        key = self.retention.evict_inner(lambda it: on_disk(it) and self.may_go(it))
+        key = self.order.evict_inner(lambda it: on_disk(it) and self.may_go(it))
         if key is None:
             self._futile = FUTILE_TAKES
         return key
@@ -166,7 +153,7 @@ class Arena:
     def evict(self, key: bytes) -> None:
         """Evicts this block, which `may_go`, out of its turn."""
         assert self.may_go(key), "a block is evicted that somebody reads or has pinned"
-        self.retention.give_up(key)
+        self.order.give_up(key)
         self._free.append(self._vacate(key))
 
     def take_evicted(self) -> list[Block]:
@@ -213,9 +200,9 @@ class Arena:
             self._slot_of[block.key] = slot
             self._block_in[slot] = block
             if alone:
-                self.retention.restore(block.key, block.parent, first=True)
+                self.order.restore(block.key, block.parent, first=True)
             else:
-                self.retention.add(block.key, block.parent, first=block.depth == 0)
+                self.order.add(block.key, block.parent, first=block.depth == 0)
         lease = None if hold_until is None else self._lease(owner, slot, hold_until)
         self._settle_withdrawn(slot)
         return lease
@@ -301,7 +288,7 @@ class Arena:
         slot = self._slot_of.pop(key)
         del self._block_in[slot]
         self._pins.pop(key, None)
-        self.retention.remove(key)
+        self.order.remove(key)
         self._withdrawn.add(slot)
         self._settle_withdrawn(slot)
 
@@ -335,7 +322,7 @@ class Arena:
             self._quarantined[slot] = owner
         return len(slots)
 
-    def buried(self, owner: Owner) -> int:
+    def proven_dead(self, owner: Owner) -> int:
         """A lost peer is proven dead, or has unmapped the arena: its slots are free."""
         slots = [slot for slot, holder in self._quarantined.items() if holder == owner]
         for slot in slots:
@@ -382,5 +369,5 @@ class Arena:
         assert counted.keys() <= self._block_in.keys() | self._withdrawn, "a lease on nothing"
         assert self._withdrawn <= counted.keys(), "a withdrawn slot that nobody reads"
         assert self._pins.keys() <= self._slot_of.keys(), "a pin on nothing"
-        assert set(self.retention.keys()) == self._slot_of.keys(), "the eviction order disagrees"
-        self.retention.check()
+        assert set(self.order.keys()) == self._slot_of.keys(), "the eviction order disagrees"
+        self.order.check()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
-from kvferry.kvstore.tiers.host import Arena
+from kvferry.kvstore.tiers.host import HostTier
 
 VICTIM_SHARE = 1 / 16
 """Of the arena, at most."""
@@ -20,9 +20,9 @@ VICTIM_SHARE = 1 / 16
 class Victims:
     """The victims in one arena, oldest first."""
 
-    def __init__(self, arena: Arena) -> None:
-        self._arena = arena
-        self._most = int(VICTIM_SHARE * arena.num_slots)
+    def __init__(self, host: HostTier) -> None:
+        self._host = host
+        self._most = int(VICTIM_SHARE * host.num_slots)
         self._keys: OrderedDict[bytes, None] = OrderedDict()
         self._coming = 0
         """Slots that are being filled."""
@@ -34,11 +34,11 @@ class Victims:
         """A slot for one more, at the cost of the oldest; None when the arena can spare none."""
         while self._keys and len(self._keys) + self._coming >= self._most:
             oldest, _ = self._keys.popitem(last=False)
-            if self._arena.may_go(oldest) and not self._arena.is_unwritten(oldest):
-                self._arena.evict(oldest)
+            if self._host.may_go(oldest) and not self._host.is_unwritten(oldest):
+                self._host.evict(oldest)
         if self._coming >= self._most:
             return None
-        slot = self._arena.start_fill(spare=True)
+        slot = self._host.start_fill(spare=True)
         self._coming += slot is not None
         return slot
 
@@ -57,5 +57,5 @@ class Victims:
 
     def check(self) -> None:
         """Proves that no victim is forgotten by the arena."""
-        assert all(key in self._arena for key in self._keys), "a victim that is not there"
+        assert all(key in self._host for key in self._keys), "a victim that is not there"
         assert len(self._keys) + self._coming <= self._most, "more victims than there may be"

@@ -58,7 +58,7 @@ def test_a_chain_longer_than_the_arena_passes_through_it(tmp_path: Path) -> None
     with Replay(tmp_path, 64, disk_records=4000) as replay:
         assert replay.run(chains) == 0.0
         assert replay.run(chains) == 1.0
-        replay.tiers.arena.check()
+        replay.tiers.host.check()
         counters = replay.tiers.counters + (replay.tiers.disk or replay.tiers).counters
     assert counters["disk_reads"] >= 3 * 400
     for name in ("disk_evicted_unwritten", "reads_without_slot", "disk_shed"):

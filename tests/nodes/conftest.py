@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.kvstore.store.space import StoreSizes
+from kvferry.kvstore.store.storage import StoreSizes
 from kvferry.tests.rigs.handoff.cluster import Cluster
 
 

@@ -248,10 +248,10 @@ def test_damaged_blocks_are_computed_again(tmp_path: Path) -> None:
         prompt = prompt_of(1000)
         ask(cluster, prompt)
         forget(cluster)
-        assert cluster.store is not None and cluster.store.space is not None
-        space = cluster.store.space
-        for slot in range(0, space.tiers.arena.num_slots, 10):
-            view = space.memory.slot(slot, space.slot_bytes, space.block_bytes)
+        assert cluster.store is not None and cluster.store.storage is not None
+        storage = cluster.store.storage
+        for slot in range(0, storage.tiers.host.num_slots, 10):
+            view = storage.memory.slot(slot, storage.slot_bytes, storage.block_bytes)
             view[7] ^= 1
             view.release()
         answer = ask(cluster, prompt)

@@ -10,7 +10,7 @@ import pytest
 
 from kvferry.kvstore.client.client import Transfer
 from kvferry.kvstore.client.puts import SlotRef
-from kvferry.kvstore.store.space import StoreSizes
+from kvferry.kvstore.store.storage import StoreSizes
 from kvferry.kvstore.wire.faults import FaultInjector, FaultRule
 from kvferry.kvstore.wire.generation import Abort
 from kvferry.tests.rigs.handoff.cluster import Cluster, prompt_of
@@ -36,8 +36,8 @@ def test_on_one_host_a_shipment_is_a_slot(tmp_path: Path) -> None:
         cluster.until(lambda: cluster.prefill[0].shipper.lending.num_lent == 0)
         assert store is not None and store.counters["shipments_damaged"] == 0
         settle(cluster)
-        assert cluster.store is not None and cluster.store.space is not None
-        assert not cluster.store.space.tiers.ledger()["held"]
+        assert cluster.store is not None and cluster.store.storage is not None
+        assert not cluster.store.storage.tiers.ledger()["held"]
 
 
 def test_inline_means_that_nothing_is_lent(tmp_path: Path) -> None:
@@ -70,8 +70,8 @@ def test_with_one_store_a_block_is_written_there_once(tmp_path: Path, transfer: 
             ask(cluster, prompt_of(length, seed), 40)
             settle(cluster)
         assert puts(cluster) == {"prefill": 56 + 124, "decode": 2 + 3}
-        assert cluster.store is not None and cluster.store.space is not None
-        assert cluster.store.space.tiers.arena.num_resident == sum(puts(cluster).values())
+        assert cluster.store is not None and cluster.store.storage is not None
+        assert cluster.store.storage.tiers.host.num_resident == sum(puts(cluster).values())
 
 
 @pytest.mark.parametrize(
@@ -130,14 +130,14 @@ def test_a_slot_that_was_reused_under_a_shipment_is_noticed(
     """Every slot lent is overwritten before it is copied: asked for again, as bytes."""
     with cluster_of(tmp_path) as cluster:
         prefill = cluster.prefill[0]
-        assert cluster.store is not None and cluster.store.space is not None
-        space, lend = cluster.store.space, prefill.shipper.lending.lend
+        assert cluster.store is not None and cluster.store.storage is not None
+        storage, lend = cluster.store.storage, prefill.shipper.lending.lend
         damaged: list[int] = []
 
         def lend_and_damage(*args: Any) -> list[SlotRef]:
             refs = lend(*args)
             for ref in refs:
-                view = space.memory.slot(ref.slot, space.slot_bytes, space.block_bytes)
+                view = storage.memory.slot(ref.slot, storage.slot_bytes, storage.block_bytes)
                 view[3] ^= 1
                 view.release()
                 damaged.append(ref.slot)
@@ -182,8 +182,8 @@ def test_a_client_that_leaves_a_shipment_leaves_no_slot(tmp_path: Path, turns: i
         cluster.until(cluster.idle)
         cluster.until(lambda: cluster.prefill[0].shipper.lending.num_lent == 0)
         settle(cluster)
-        assert cluster.store is not None and cluster.store.space is not None
-        assert not cluster.store.space.tiers.ledger()["held"]
+        assert cluster.store is not None and cluster.store.storage is not None
+        assert not cluster.store.storage.tiers.ledger()["held"]
 
 
 @pytest.mark.B2

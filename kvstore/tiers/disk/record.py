@@ -30,7 +30,7 @@ from hashlib import blake2b
 
 import xxhash
 
-from kvferry.kvstore.tiers.host import Block
+from kvferry.kvstore.tiers.block import Block
 
 ALIGNMENT = 4096
 HEADER_BYTES = 128

@@ -17,9 +17,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
+from kvferry.kvstore.tiers.block import Block
 from kvferry.kvstore.tiers.disk.record import Record, record_bytes
-from kvferry.kvstore.tiers.eviction import Retention
-from kvferry.kvstore.tiers.host import Block
+from kvferry.kvstore.tiers.eviction import EvictionOrder
 
 SEGMENTS_IN_CAP, SEGMENTS_IN_SMALL_CAP = 2048, 256
 """One of them is kept free: the more there are, the less of the cap that costs."""
@@ -87,7 +87,7 @@ class SegmentIndex:
         self._payload_bytes = payload_bytes
         self._segments: dict[int, Segment] = {}
         self._records: dict[bytes, Record] = {}
-        self._order = Retention(max(1, cap // self.span))
+        self._order = EvictionOrder(max(1, cap // self.span))
         """Of the live records that are not condemned."""
         self._condemned: set[bytes] = set()
         self._heads: dict[bool, Segment] = {}

@@ -15,18 +15,19 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 
+from kvferry.kvstore.tiers.block import Block
 from kvferry.kvstore.tiers.disk.record import Record
 from kvferry.kvstore.tiers.disk.segments import Placed, SegmentIndex
 from kvferry.kvstore.tiers.disk.worker import (
     DeleteJob,
-    Job,
+    DiskJob,
     MoveJob,
     ProbeJob,
     ReadJob,
     ScanJob,
     WriteJob,
 )
-from kvferry.kvstore.tiers.host import FOREVER, Arena, Block, Lease
+from kvferry.kvstore.tiers.host import FOREVER, HostTier, Lease
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +49,9 @@ class DiskTier:
     def __init__(
         self,
         index: SegmentIndex,
-        arena: Arena,
+        host: HostTier,
         view: Callable[[int], memoryview],
-        submit: Callable[[Job], None],
+        submit: Callable[[DiskJob], None],
         give_up: Callable[[Sequence[Record]], None],
         wall: Callable[[], float] = time.time,
     ) -> None:
@@ -58,14 +59,14 @@ class DiskTier:
         self.counters: Counter[str] = Counter()
         self.recovering = 0
         """Segments whose records are not known yet."""
-        self._arena = arena
+        self._host = host
         self._view = view
         self._submit = submit
         self._give_up = give_up
         self._wall = wall
         self._dirty: OrderedDict[bytes, None] = OrderedDict()
-        arena.is_unwritten = self._dirty.__contains__
-        arena.is_on_disk = index.__contains__
+        host.is_unwritten = self._dirty.__contains__
+        host.is_on_disk = index.__contains__
         self._writing: dict[bytes, tuple[Lease, Record]] = {}
         """Blocks being written, by key."""
         self._doomed: set[bytes] = set()
@@ -110,14 +111,14 @@ class DiskTier:
         """Blocks that wait to be written or are being written."""
         return len(self._dirty) + len(self._writing)
 
-    def offer(self, key: bytes) -> None:
+    def write_behind(self, key: bytes) -> None:
         """A resident block may be written."""
         if key in self.index or key in self._dirty or key in self._writing:
             return
         if not self.index.usable:
             return
-        uses = self._arena.retention.uses(key)
-        if uses < 2 and len(self._dirty) >= max(1, self._arena.num_slots // 2):
+        uses = self._host.order.uses(key)
+        if uses < 2 and len(self._dirty) >= max(1, self._host.num_slots // 2):
             self.counters["disk_shed"] += 1
             return
         self._dirty[key] = None
@@ -150,7 +151,7 @@ class DiskTier:
 
     def clear(self, tenant: bytes) -> int:
         for key in list(self._dirty):
-            if self._arena.block(key).tenant == tenant:
+            if self._host.block(key).tenant == tenant:
                 del self._dirty[key]
         self._doomed.update(
             key for key, (_, record) in self._writing.items() if record.block.tenant == tenant
@@ -199,7 +200,7 @@ class DiskTier:
             if not self._dirty:
                 break
             key = next(iter(self._dirty))
-            placed = self.index.place(self._arena.block(key), self._arena.retention.uses(key), wall)
+            placed = self.index.place(self._host.block(key), self._host.order.uses(key), wall)
             if placed is Placed.FULL:
                 full = True
                 break
@@ -217,7 +218,7 @@ class DiskTier:
             self._clean()
 
     def _hold(self, record: Record) -> None:
-        lease = self._arena.lease(_OWNER, record.block.key, FOREVER)
+        lease = self._host.lease(_OWNER, record.block.key, FOREVER)
         self._writing[record.block.key] = lease, record
 
     def _clean(self) -> None:
@@ -244,13 +245,13 @@ class DiskTier:
         self._writes += 1
         self._give(DeleteJob(segment))
 
-    def _give(self, job: Job) -> None:
+    def _give(self, job: DiskJob) -> None:
         self._jobs += 1
         self._submit(job)
 
     # -- outcomes -------------------------------------------------------------------------------
 
-    def done(self, job: Job, now: float) -> None:
+    def done(self, job: DiskJob, now: float) -> None:
         """Accounts for what was done. Reads are accounted for here and acted on by the caller."""
         self._jobs -= 1
         match job:
@@ -299,14 +300,14 @@ class DiskTier:
             payload.release()
         keys = [record.block.key for record in job.records]
         for key in keys:
-            self._arena.release(self._writing.pop(key)[0])
+            self._host.release(self._writing.pop(key)[0])
         if job.error is not None:
             first = job.records[0]
             lost = self.index.failed(job.records, {first.segment: job.file_bytes})
             self.counters["disk_records_lost"] += lost
             self._failed(job.error, now)
             for key in reversed(keys):
-                if key in self._arena and key not in self._doomed:
+                if key in self._host and key not in self._doomed:
                     self._dirty[key] = None
                     self._dirty.move_to_end(key, last=False)
         else:
@@ -326,8 +327,8 @@ class DiskTier:
             if key in self.index:
                 self.index.discard(key)
             self._doomed.discard(key)
-            if key in self._arena:  # it has been put again since
-                self.offer(key)
+            if key in self._host:  # it has been put again since
+                self.write_behind(key)
 
     def _move_done(self, job: MoveJob, now: float) -> None:
         if job.error is not None:
@@ -376,8 +377,8 @@ class DiskTier:
             self.counters["disk_lost"] += 1
             log.warning("the cache directory is gone: %d blocks with it", len(self.index))
             self._delete_all()  # what was written to the new directory before this was known
-            for block in self._arena.blocks():
-                self.offer(block.key)
+            for block in self._host.blocks():
+                self.write_behind(block.key)
         if job.error is not None:
             self._failed(job.error, now)
 
@@ -420,7 +421,7 @@ class DiskTier:
 
     def check(self) -> None:
         self.index.check()
-        assert all(key in self._arena for key in self._dirty), "an unwritten block is gone"
+        assert all(key in self._host for key in self._dirty), "an unwritten block is gone"
         assert self._reads >= 0 and self._writes >= 0, "more was done than was started"
 
 

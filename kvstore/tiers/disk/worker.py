@@ -87,7 +87,7 @@ class ProbeJob:
     error: OSError | None = None
 
 
-Job = ReadJob | WriteJob | MoveJob | DeleteJob | ScanJob | ProbeJob
+DiskJob = ReadJob | WriteJob | MoveJob | DeleteJob | ScanJob | ProbeJob
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ class DiskWorker:
         self._header = bytearray(HEADER_BYTES)
         self._scratch = bytearray()
 
-    def do(self, job: Job) -> None:
+    def do(self, job: DiskJob) -> None:
         started = time.monotonic()
         match job:
             case ReadJob():
@@ -220,8 +220,8 @@ def _error_of(action: Callable[[], None]) -> OSError | None:
 @dataclass(slots=True)
 class _Queues:
     reads: deque[ReadJob] = field(default_factory=deque)
-    others: deque[Job] = field(default_factory=deque)
-    done: deque[Job] = field(default_factory=deque)
+    others: deque[DiskJob] = field(default_factory=deque)
+    done: deque[DiskJob] = field(default_factory=deque)
     closing: bool = False
 
 
@@ -239,7 +239,7 @@ class Disk:
     def fileno(self) -> int:
         return self._reader
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: DiskJob) -> None:
         with self._changed:
             if isinstance(job, ReadJob) and job.urgent:
                 self._queues.reads.append(job)
@@ -251,7 +251,7 @@ class Disk:
         """Returns when an outcome waits, or after so long."""
         select.select([self._reader], [], [], seconds)
 
-    def take_done(self) -> list[Job]:
+    def take_done(self) -> list[DiskJob]:
         """Outcomes since the last call, in the order in which they came about."""
         with self._changed:
             done = list(self._queues.done)
@@ -268,7 +268,7 @@ class Disk:
                     os.write(self._writer, b"\0")
                 self._queues.done.append(job)
 
-    def _next(self) -> Job | None:
+    def _next(self) -> DiskJob | None:
         with self._changed:
             while True:
                 if self._queues.reads:
@@ -279,7 +279,7 @@ class Disk:
                     return None
                 self._changed.wait()
 
-    def close(self) -> list[Job]:
+    def close(self) -> list[DiskJob]:
         """Finishes what was submitted and ends the thread; the last outcomes."""
         with self._changed:
             self._queues.closing = True

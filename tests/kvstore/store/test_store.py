@@ -63,7 +63,7 @@ def test_a_prompt_larger_than_the_arena_passes_through_it(
     load, _ = rig.load(client, keys)
     assert (load.ended, load.taken) == ("complete", 100)
     assert load.from_disk > 50
-    assert rig.bytes_on_disk() == rig.space.tiers.disk.index.used  # type: ignore[union-attr]
+    assert rig.bytes_on_disk() == rig.storage.tiers.disk.index.used  # type: ignore[union-attr]
 
 
 def test_two_nodes_share_what_one_of_them_put(make_rig: MakeRig) -> None:
@@ -104,11 +104,11 @@ def test_a_shipment_is_a_slot_until_it_is_let_go(make_rig: MakeRig) -> None:
         assert all(decode.copy(ref, reader.write) for ref in refs)
         assert reader.blocks == [payload_of(key) for key in keys]
         rig.settle()
-        assert rig.space.tiers.ledger()["held"] == 3
+        assert rig.storage.tiers.ledger()["held"] == 3
         prefill.let_go(refs)
         rig.settle()
-        assert rig.space.tiers.ledger()["held"] == 0
-    assert rig.space.tiers.arena.num_resident == 3
+        assert rig.storage.tiers.ledger()["held"] == 0
+    assert rig.storage.tiers.host.num_resident == 3
     old = SlotRef(refs[0].store + 1, refs[0].slot, refs[0].checksum)
     assert not decode.copy(old, reader.write), "another store's slot"
     assert not decode.copy(SlotRef(refs[0].store, 10**6, 1), reader.write)
@@ -195,7 +195,7 @@ def test_another_model_gets_another_arena_and_no_hit(make_rig: MakeRig) -> None:
     keys = chain_keys("x", 8)
     rig.put(first, keys)
     rig.settle()
-    arena = rig.space.memory.path
+    arena = rig.storage.memory.path
     other = Hello(PROTOCOL, "decode", {**rig.fingerprint, "weights": "w2"})
     stranger = Client(rig.context, rig.server.address, other, new_incarnation())
 
@@ -212,7 +212,7 @@ def test_another_model_gets_another_arena_and_no_hit(make_rig: MakeRig) -> None:
     rig.until(lambda: not rig.server.peers)
     rig.fingerprint = {**rig.fingerprint, "weights": "w2"}
     second = rig.client()
-    assert rig.space.memory.path != arena and not arena.exists()
+    assert rig.storage.memory.path != arena and not arena.exists()
     assert rig.load(second, keys)[0].taken == 0
     rig.settle()
     assert rig.counters["disk_foreign"] == 8

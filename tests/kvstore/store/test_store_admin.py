@@ -48,7 +48,7 @@ def test_a_tenant_that_is_cleared_while_files_are_still_read_does_not_come_back(
     files.lock()
     rig = StoreRig(tmp_path, disk=4 << 20, files=files)
     client = rig.client(wait=False)
-    rig.until(lambda: rig.space_or_none is not None)
+    rig.until(lambda: rig.storage_or_none is not None)
     assert rig.node.figures()["recovering_segments"] > 0 and not client.available
     rig.answer(client.care("clear", tenant=tenant_key("alice")))
     files.may.set()
@@ -112,6 +112,6 @@ def test_a_broken_disk_holds_up_no_stop(tmp_path: Path, monkeypatch: pytest.Monk
     rig = StoreRig(tmp_path, disk=4 << 20, files=files)
     rig.put(rig.client(), chain_keys("x", 5))
     rig.until(lambda: rig.counters["unwritten_bytes"] > 0)
-    rig.space.drain(lambda: False, time.monotonic)  # it would wait for ever
+    rig.storage.drain(lambda: False, time.monotonic)  # it would wait for ever
     assert rig.counters["disk_write_errors"] >= 1
     rig.close()

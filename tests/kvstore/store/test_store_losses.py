@@ -35,7 +35,7 @@ def test_a_damaged_block_in_memory_ends_the_load_before_it(
     keys = chain_keys("x", 12)
     rig.put(client, keys)
     rig.settle()
-    view = rig.space.view(rig.space.tiers.arena.slot_of(keys[7]))
+    view = rig.storage.view(rig.storage.tiers.host.slot_of(keys[7]))
     view[100] ^= 16
     view.release()
     load, blocks = rig.load(client, keys)
@@ -47,7 +47,7 @@ def test_a_damaged_block_in_memory_ends_the_load_before_it(
     ):  # inline the frame may be what was damaged, so the store keeps its block
         assert rig.counters["host_damaged"] == 1
         assert rig.answer(client.locate(keys)) == "h" * 7
-    assert rig.space.tiers.ledger()["loads"] == 0
+    assert rig.storage.tiers.ledger()["loads"] == 0
 
 
 @pytest.mark.A6
@@ -132,12 +132,12 @@ def test_a_node_that_leaves_holds_nothing(make_rig: MakeRig) -> None:
     rig.settle()
     load = leaves.fetch(keys, deadline_s=60.0)
     rig.until(lambda: load.ready > 0)
-    assert rig.space.tiers.arena.ledger()["leases"] > 0
+    assert rig.storage.tiers.host.ledger()["leases"] > 0
     rig.clients.remove(leaves)
     leaves.close()
     rig.until(lambda: rig.node.ledger()["members"] == 1)
-    rig.until(lambda: rig.node.ledger()["unburied"] == 0)
-    ledger = rig.space.tiers.arena.ledger()
+    rig.until(lambda: rig.node.ledger()["quarantined_nodes"] == 0)
+    ledger = rig.storage.tiers.host.ledger()
     assert ledger["leases"] == ledger["quarantined"] == 0
     assert ledger["reserved"] == stays.room
 
@@ -204,17 +204,17 @@ def test_a_stopped_writer_never_writes_into_a_slot_that_was_reused(
         assert writer.stdout is not None
         os.set_blocking(writer.stdout.fileno(), False)
         rig.until(lambda: "stopping" in said(writer))
-        rig.until(lambda: rig.space.tiers.arena.num_quarantined > 0)
-        quarantined = rig.space.tiers.arena.num_quarantined
+        rig.until(lambda: rig.storage.tiers.host.num_quarantined > 0)
+        quarantined = rig.storage.tiers.host.num_quarantined
         skew[0] = 1e6  # past every limit of the store's
         chains = [chain_keys(n, 8) for n in range(30)]
         for keys in chains:
             rig.put(client, keys)
-        assert rig.space.tiers.arena.num_quarantined == quarantined, "silence proves nothing"
+        assert rig.storage.tiers.host.num_quarantined == quarantined, "silence proves nothing"
         os.kill(writer.pid, signal.SIGCONT if end == "continues" else signal.SIGKILL)
         if end == "continues":
             rig.until(lambda: "written" in said(writer))
-        rig.until(lambda: rig.space.tiers.arena.num_quarantined == 0)
+        rig.until(lambda: rig.storage.tiers.host.num_quarantined == 0)
         taken = sum(rig.load(client, keys)[0].taken for keys in chains)  # each block proven right
         assert taken >= 32 - quarantined - 2 * client.room - 2
         for keys in chains:
@@ -281,8 +281,8 @@ def test_lost_repeated_and_damaged_messages_serve_nothing_wrong(
     assert taken > 8, "it recovers from what was lost"
     rig.server.faults = None
     client.links[0].faults = None
-    arena = rig.space.tiers.arena
-    skew[0] = 2 * rig.space.tiers.lease_s  # nobody says any more that those were taken
+    arena = rig.storage.tiers.host
+    skew[0] = 2 * rig.storage.tiers.lease_s  # nobody says any more that those were taken
     rig.settle()
     assert arena.ledger()["leases"] == 0
     rig.node.check()
@@ -316,7 +316,7 @@ def test_a_mixed_load_with_faults_leaves_nothing_behind(make_rig: MakeRig) -> No
     rig.node.faults.fail_reads = rig.node.faults.damage_reads = rig.node.faults.fail_writes = 0
     rig.settle()
     assert len(os.listdir("/proc/self/fd")) <= before + 1  # the segment that is appended to
-    ledger: Any = rig.space.tiers.ledger()
+    ledger: Any = rig.storage.tiers.ledger()
     assert ledger["loads"] == ledger["held"] == ledger["filling"] == 0
     for place in ("leases", "withdrawn", "quarantined", "filling"):
         assert ledger["arena"][place] == 0

@@ -90,8 +90,8 @@ def shared_store(folder: Path) -> tuple[StoreRig, StoreClient, list[bytes], list
 def test_what_was_cleared_is_not_found_again_by_the_next_start(tmp_path: Path) -> None:
     """The store ends while the file is being rewritten."""
     rig, _, alices, bobs = shared_store(tmp_path)
-    disk = rig.space.tiers.disk
-    assert disk is not None and rig.space.tiers.clear(ALICE).disk == 2
+    disk = rig.storage.tiers.disk
+    assert disk is not None and rig.storage.tiers.clear(ALICE).disk == 2
     disk.step(time.monotonic())
     assert disk.index.cleaning is not None, "it was to end in the middle"
     rig.close()
@@ -104,7 +104,7 @@ def test_what_was_cleared_is_not_found_again_by_the_next_start(tmp_path: Path) -
 
 def test_what_was_cleared_is_gone_when_another_model_comes(tmp_path: Path) -> None:
     rig, client, alices, bobs = shared_store(tmp_path)
-    rig.space.tiers.clear(ALICE)
+    rig.storage.tiers.clear(ALICE)
     client.close()
     rig.clients.remove(client)
     rig.until(lambda: not rig.server.peers)

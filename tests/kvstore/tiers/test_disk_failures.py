@@ -298,7 +298,7 @@ def test_a_directory_that_vanishes_is_made_again(tmp_path: Path) -> None:
     assert len(rig.index) == 8, "what memory still has is written again"
     assert rig.bytes_on_disk() == rig.index.used == 8 * SPAN
     shutil.rmtree(folder)
-    rig.tiers.arena.discard(keys[3])
+    rig.tiers.host.discard(keys[3])
     assert rig.read(keys, 1) == 3, "a block that is gone ends the load, and nothing else"
     rig.tiers.check()
     rig.files.close()

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from kvferry.kvstore.errors import ConfigError
+from kvferry.kvstore.tiers.block import Block
 from kvferry.kvstore.tiers.disk.files import FileSystem
 from kvferry.kvstore.tiers.disk.record import ALIGNMENT, HEADER_BYTES, Record, unpack
 from kvferry.kvstore.tiers.disk.segments import Placed, SegmentIndex
 from kvferry.kvstore.tiers.disk.worker import MoveJob
-from kvferry.kvstore.tiers.host import Block
 from kvferry.tests.rigs.store.rig import TENANT, chain_keys
 from kvferry.tests.rigs.store.tiers import FINGERPRINT, SIZE, SPAN, TiersRig, filled
 
@@ -76,7 +76,7 @@ def test_a_thousand_puts_and_removals_near_the_budget_account_for_every_byte(
     rig.tiers.clear(None)
     rig.settle()
     assert rig.bytes_on_disk() == rig.index.used == 0
-    assert rig.tiers.arena.num_resident == 0
+    assert rig.tiers.host.num_resident == 0
     rig.tiers.check()
     rig.files.close()
 
@@ -136,7 +136,7 @@ def test_a_block_that_is_moved_is_served_before_the_tiers_hear_of_the_move(
         keys = chains[min(399, int(dice.expovariate(1 / 150)))]
         rig.run_ahead(20)
         moved = [job.source for job in rig.outcomes if isinstance(job, MoveJob)]
-        if moved and moved[-1].block.key not in rig.tiers.arena:
+        if moved and moved[-1].block.key not in rig.tiers.host:
             keys = chain_of[moved[-1].block.key]
             asked += 1
         got = rig.read(keys, number + 1)

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvferry.kvstore.tiers.block import Block
 from kvferry.kvstore.tiers.disk.segments import Placed, SegmentIndex
-from kvferry.kvstore.tiers.eviction import HEAP_SLACK, ChainOrder, Retention
-from kvferry.kvstore.tiers.host import Block
+from kvferry.kvstore.tiers.eviction import HEAP_SLACK, ChainOrder, EvictionOrder
 from kvferry.tests.rigs.store.rig import chain_keys
 
 SPAN = 4096
@@ -29,7 +29,7 @@ def add_chain(order: ChainOrder, keys: Sequence[bytes], start: int = 0) -> None:
 
 @pytest.mark.parametrize("asked", [False, True])
 def test_orphans_go_first_unless_their_chain_was_just_asked_for(asked: bool) -> None:
-    order = Retention(FEW)
+    order = EvictionOrder(FEW)
     other, broken = chain_keys("other", 4), chain_keys("broken", 4)
     add_chain(order, other)
     add_chain(order, broken[:2])
@@ -41,7 +41,7 @@ def test_orphans_go_first_unless_their_chain_was_just_asked_for(asked: bool) -> 
 
 
 def test_an_orphan_that_nobody_asks_for_again_goes_in_its_turn() -> None:
-    order = Retention(FEW)
+    order = EvictionOrder(FEW)
     broken = chain_keys("broken", 4)
     for key, parent in zip(broken[1:], broken, strict=False):
         order.add(key, parent)
@@ -55,7 +55,7 @@ def test_an_orphan_that_nobody_asks_for_again_goes_in_its_turn() -> None:
 
 
 def test_what_is_given_up_and_asked_for_in_time_has_the_uses_it_had() -> None:
-    kept, back = Retention(100), Retention(100)
+    kept, back = EvictionOrder(100), EvictionOrder(100)
     keys = chain_keys("x", 3)
     for order in (kept, back):
         add_chain(order, keys)
@@ -71,7 +71,7 @@ def test_what_is_given_up_and_asked_for_in_time_has_the_uses_it_had() -> None:
 
 
 def test_blocks_that_come_and_are_cleared_leave_nothing_in_the_queue() -> None:
-    order = Retention(10_000)
+    order = EvictionOrder(10_000)
     staying = chain_keys("staying", 50)
     add_chain(order, staying)
     for turn in range(100):

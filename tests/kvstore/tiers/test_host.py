@@ -7,10 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.kvstore.tiers.block import Block
 from kvferry.kvstore.tiers.disk.record import record_bytes
-from kvferry.kvstore.tiers.eviction import Retention
+from kvferry.kvstore.tiers.eviction import EvictionOrder
 from kvferry.kvstore.tiers.fetches import Ready
-from kvferry.kvstore.tiers.host import Arena, Block
+from kvferry.kvstore.tiers.host import HostTier
 from kvferry.tests.rigs.store.rig import TENANT, chain_keys
 from kvferry.tests.rigs.store.tiers import SIZE, TiersRig
 
@@ -19,7 +20,7 @@ def block(key: bytes, parent: bytes = b"\0" * 16, depth: int = 0) -> Block:
     return Block(key, parent, TENANT, depth, 7)
 
 
-def fill(arena: Arena, keys: list[bytes], owner: str = "w") -> list[int]:
+def fill(arena: HostTier, keys: list[bytes], owner: str = "w") -> list[int]:
     slots = arena.grant(owner, len(keys))
     parent = b"\0" * 16
     for slot, key in zip(slots, keys, strict=True):
@@ -29,7 +30,7 @@ def fill(arena: Arena, keys: list[bytes], owner: str = "w") -> list[int]:
 
 
 def test_a_reservation_ends_by_commit_by_return_or_by_proven_death_only() -> None:
-    arena = Arena(4)
+    arena = HostTier(4)
     slots = arena.grant("w", 4)
     arena.expire(1e9)
     assert arena.grant("other", 1) == [], "no time frees a slot that may be written"
@@ -40,13 +41,13 @@ def test_a_reservation_ends_by_commit_by_return_or_by_proven_death_only() -> Non
     arena.expire(1e9)
     assert arena.ledger()["quarantined"] == 3
     arena.check()
-    assert arena.buried("w") == 3
+    assert arena.proven_dead("w") == 3
     assert len(arena.grant("other", 4)) == 3
     arena.check()
 
 
 def test_a_leased_block_is_not_evicted_and_a_lease_ends_by_time() -> None:
-    arena = Arena(4)
+    arena = HostTier(4)
     keys = chain_keys("x", 4)
     fill(arena, keys)
     leases = [arena.lease("r", key, until=10.0) for key in keys]
@@ -60,7 +61,7 @@ def test_a_leased_block_is_not_evicted_and_a_lease_ends_by_time() -> None:
 
 
 def test_a_discarded_block_keeps_its_slot_while_it_is_read() -> None:
-    arena = Arena(2)
+    arena = HostTier(2)
     keys = chain_keys("x", 2)
     fill(arena, keys)
     lease = arena.lease("r", keys[1], until=10.0)
@@ -76,7 +77,7 @@ def test_a_discarded_block_keeps_its_slot_while_it_is_read() -> None:
 
 
 def test_the_second_copy_of_a_block_serves_its_shipment_and_goes() -> None:
-    arena = Arena(4)
+    arena = HostTier(4)
     first, second = arena.grant("w", 2)
     key = chain_keys("x", 1)[0]
     arena.commit("w", first, block(key), None)
@@ -89,7 +90,7 @@ def test_the_second_copy_of_a_block_serves_its_shipment_and_goes() -> None:
 
 
 def test_the_deepest_block_of_the_oldest_chain_goes_first() -> None:
-    arena = Arena(8)
+    arena = HostTier(8)
     old, new = chain_keys("old", 4), chain_keys("new", 4)
     fill(arena, old)
     fill(arena, new)
@@ -101,7 +102,7 @@ def test_the_deepest_block_of_the_oldest_chain_goes_first() -> None:
 
 
 def test_a_pinned_block_stays_until_its_time_is_over() -> None:
-    arena = Arena(4)
+    arena = HostTier(4)
     keys = chain_keys("x", 4)
     fill(arena, keys)
     assert arena.pin(keys, until=5.0, most=2) == 2
@@ -125,7 +126,7 @@ def test_a_prompt_larger_than_the_arena_keeps_its_beginning(tmp_path: Path) -> N
 
 @pytest.mark.A9
 def test_new_blocks_are_not_the_first_victims_even_when_all_others_are_hot() -> None:
-    order = Retention(100)
+    order = EvictionOrder(100)
     hot = [chain_keys(n, 10) for n in range(10)]
     for keys in hot:
         for key, parent in zip(keys, [b"", *keys], strict=False):
@@ -168,7 +169,7 @@ def test_what_is_written_at_full_capacity_is_read_at_once(tmp_path: Path) -> Non
 def test_a_scan_does_not_push_out_what_is_used() -> None:
     """Credit is given once it has proven better than plain LRU on this very traffic."""
     capacity = 100
-    order = Retention(capacity)
+    order = EvictionOrder(capacity)
     shared = [chain_keys(f"shared {n}", 10) for n in range(4)]
     hits = asked = 0
     for turn in range(400):
@@ -201,8 +202,8 @@ def test_what_foreign_blocks_have_displaced_is_a_shorter_answer(tmp_path: Path) 
     assert rig.read(keys, 1) == 0
     for number in range(1000):
         rig.tiers.locate(chain_keys("foreign", 8))
-        assert number or rig.tiers.arena.ledger()["leases"] == 0
-    assert rig.tiers.arena.ledger()["leases"] == 0, "a look costs nothing"
+        assert number or rig.tiers.host.ledger()["leases"] == 0
+    assert rig.tiers.host.ledger()["leases"] == 0, "a look costs nothing"
     assert rig.put(chain_keys("later", 8)) == 8
     rig.tiers.check()
 
@@ -215,7 +216,7 @@ def test_a_thousand_random_interleavings_serve_right_bytes(tmp_path: Path, seed:
     dice = random.Random(seed)
     cap = dice.choice((0, 24, 60)) * record_bytes(SIZE)
     rig = TiersRig(tmp_path, slots=dice.choice((8, 20, 40)), cap=cap, lease_s=3.0)
-    rig.tiers.arena.expire(0.0)
+    rig.tiers.host.expire(0.0)
     chains = [chain_keys(n, 8) for n in range(12)]
     readers: dict[tuple[str, int], list[bytes]] = {}
     leased: dict[tuple[str, int], list[tuple[int, int, bytes]]] = {}
@@ -223,10 +224,10 @@ def test_a_thousand_random_interleavings_serve_right_bytes(tmp_path: Path, seed:
 
     def collect() -> None:
         for handed in rig.handed:
-            name = (str(handed.load.owner), handed.load.number)
+            name = (str(handed.fetch.owner), handed.fetch.number)
             for it in handed.blocks:
                 leased.setdefault(name, []).append(
-                    (it.slot, it.checksum, handed.load.keys[it.index])
+                    (it.slot, it.checksum, handed.fetch.keys[it.index])
                 )
         rig.handed.clear()
 
@@ -239,7 +240,7 @@ def test_a_thousand_random_interleavings_serve_right_bytes(tmp_path: Path, seed:
                 number += 1
                 reader = dice.choice(("r1", "r2"))
                 readers[(reader, number)] = keys
-                started = rig.tiers.load(
+                started = rig.tiers.fetch(
                     reader,
                     number,
                     keys,
@@ -268,17 +269,17 @@ def test_a_thousand_random_interleavings_serve_right_bytes(tmp_path: Path, seed:
                 owner = dice.choice(("r1", "r2", "writer"))
                 slots = rig.tiers.grant("writer", 1) if owner == "writer" else []
                 rig.tiers.lost(owner)
-                assert not slots or rig.tiers.arena.num_quarantined >= 1
-                rig.tiers.buried(owner)
+                assert not slots or rig.tiers.host.num_quarantined >= 1
+                rig.tiers.proven_dead(owner)
                 for name in [name for name in readers if name[0] == owner]:
                     del readers[name]
                     leased.pop(name, None)
         collect()
         for name, blocks in list(leased.items()):
             slot, total, key = blocks.pop(0)
-            live = rig.tiers.loads.active.get(name)
+            live = rig.tiers.fetches.active.get(name)
             right = rig.is_right(Ready(0, slot, total, b"h"), key)
-            if live is not None and live.leased and rig.tiers.arena.is_live(live.leased[0]):
+            if live is not None and live.leased and rig.tiers.host.is_live(live.leased[0]):
                 assert right, "a block under a live lease was overwritten"
             more = rig.tiers.took(name[0], name[1], 1, rig.now)
             rig.handed += [more] if more else []
@@ -290,8 +291,8 @@ def test_a_thousand_random_interleavings_serve_right_bytes(tmp_path: Path, seed:
     for name in readers:
         rig.tiers.cancel(*name)
     rig.settle()
-    ledger = rig.tiers.arena.ledger()
+    ledger = rig.tiers.host.ledger()
     assert ledger["leases"] == ledger["filling"] == ledger["withdrawn"] == 0, "something leaks"
     rig.tick(1e4)
     free = len(rig.tiers.grant("last", 100))
-    assert free == rig.tiers.arena.num_slots, "the arena is usable again, all of it"
+    assert free == rig.tiers.host.num_slots, "the arena is usable again, all of it"

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from kvferry.kvstore.tiers.block import Block
 from kvferry.kvstore.tiers.disk.files import FileSystem
 from kvferry.kvstore.tiers.disk.record import Record
 from kvferry.kvstore.tiers.disk.segments import Placed, SegmentIndex
-from kvferry.kvstore.tiers.disk.worker import DeleteJob, Disk, DiskWorker, Job, MoveJob, ReadJob
-from kvferry.kvstore.tiers.host import Arena, Block
+from kvferry.kvstore.tiers.disk.worker import DeleteJob, Disk, DiskJob, DiskWorker, MoveJob, ReadJob
+from kvferry.kvstore.tiers.host import HostTier
 from kvferry.tests.rigs.store.rig import TENANT, chain_keys
 from kvferry.tests.rigs.store.tiers import FINGERPRINT, SIZE, SPAN, TiersRig
 
@@ -50,7 +51,7 @@ def until_saving(rig: TiersRig) -> ReadJob:
 def victims(rig: TiersRig, keys: list[list[bytes]]) -> list[list[bytes]]:
     """Chains that are in memory, and neither on disk nor on their way there."""
     assert rig.tiers.disk is not None and rig.tiers.disk.unwritten == 0
-    return [chain for chain in keys if chain[0] in rig.tiers.arena and chain[0] not in rig.index]
+    return [chain for chain in keys if chain[0] in rig.tiers.host and chain[0] not in rig.index]
 
 
 def test_what_the_disk_gives_up_is_served_from_memory_and_goes_to_disk_again(
@@ -81,12 +82,12 @@ def test_the_end_of_a_chain_is_kept_while_its_beginning_is_on_disk(tmp_path: Pat
     rig, keys = overfull(tmp_path, 8)
     dropped, saved = rig.counter("disk_dropped"), rig.counter("disk_saved")
     assert saved == dropped > 200
-    before = {it.key for it in rig.tiers.arena.blocks() if it.key not in rig.index}
+    before = {it.key for it in rig.tiers.host.blocks() if it.key not in rig.index}
     parents = {key: parent for chain in keys for parent, key in pairwise(chain)}
-    alone = {key for key in before if key in parents and parents[key] not in rig.tiers.arena}
+    alone = {key for key in before if key in parents and parents[key] not in rig.tiers.host}
     assert len(before) == MOST and alone
     rig.put(chain_keys("more", 1))
-    assert all(key in rig.tiers.arena for key in alone), "parents on disk are enough"
+    assert all(key in rig.tiers.host for key in alone), "parents on disk are enough"
     rig.files.close()
 
 
@@ -116,20 +117,20 @@ def test_parents_are_given_up_before_what_is_chained_to_them() -> None:
 def test_the_oldest_victims_go_first_and_only_victims_go_for_them(tmp_path: Path) -> None:
     rig, keys = overfull(tmp_path)
     first = victims(rig, keys)
-    both = [chain for chain in keys if chain[0] in rig.tiers.arena and chain not in first]
+    both = [chain for chain in keys if chain[0] in rig.tiers.host and chain not in first]
     for number in range(8):
         rig.put(chain_keys(f"more {number}", 1))
         rig.settle()
     later = victims(rig, keys)
     assert len(later) == MOST and keys.index(later[0]) > keys.index(first[-1])
-    there = [chain for chain in both if chain[0] in rig.tiers.arena]
+    there = [chain for chain in both if chain[0] in rig.tiers.host]
     assert len(there) >= len(both) - 8 - MOST, "new blocks push out as many, and victims a few"
     rig.files.close()
 
 
 def test_nothing_that_waits_to_be_written_makes_room_for_a_victim(tmp_path: Path) -> None:
     rig, _ = overfull(tmp_path)
-    arena = rig.tiers.arena
+    arena = rig.tiers.host
     held = arena.grant("writer", SLOTS)
     rig.tiers._settle_evicted()
     assert len(held) == SLOTS and len(rig.tiers.victims) == 0
@@ -154,7 +155,7 @@ def test_what_is_cleared_while_it_is_being_saved_is_not_served(
     until_saving(rig)
     rig.tiers.clear(whose)
     rig.settle()
-    assert len(rig.tiers.victims) == 0 and rig.tiers.arena.num_resident == 0
+    assert len(rig.tiers.victims) == 0 and rig.tiers.host.num_resident == 0
     assert [rig.read(chain, number + 1) for number, chain in enumerate(keys)] == [0] * len(keys)
     rig.tiers.check()
     rig.files.close()
@@ -165,7 +166,7 @@ def test_another_tenants_clear_loses_no_block_that_is_being_saved(tmp_path: Path
     saving = until_saving(rig)
     rig.tiers.clear(b"somebody else".ljust(16))
     rig.settle()
-    assert saving.record.block.key in rig.tiers.arena
+    assert saving.record.block.key in rig.tiers.host
     rig.files.close()
 
 
@@ -177,31 +178,31 @@ def test_a_block_that_is_put_again_while_it_is_being_saved_is_no_victim(tmp_path
     rig.put(wanted)
     rig.settle()
     rig.tiers.check()
-    assert wanted[0] in rig.index and wanted[0] in rig.tiers.arena
+    assert wanted[0] in rig.index and wanted[0] in rig.tiers.host
     rig.files.close()
 
 
 def test_a_victim_that_goes_is_remembered_with_the_uses_it_had(tmp_path: Path) -> None:
     rig, keys = overfull(tmp_path)
     (victim,) = victims(rig, keys)[0]
-    uses = rig.tiers.arena.retention.uses
+    uses = rig.tiers.host.order.uses
     before = uses(victim)
     for number in range(2 * MOST):
         rig.put(chain_keys(f"more {number}", 1))
         rig.settle()
-    assert victim not in rig.tiers.arena and uses(victim) == before == 1
+    assert victim not in rig.tiers.host and uses(victim) == before == 1
     rig.files.close()
 
 
 def test_that_a_block_comes_to_be_kept_is_no_use_of_it() -> None:
-    arena = Arena(4)
+    arena = HostTier(4)
     block = Block(b"k" * 16, b"p" * 16, TENANT, 3, 0)
     arena.commit("writer", arena.grant("writer", 1)[0], block, None)
     arena.evict(block.key)
     slot = arena.start_fill(spare=True)
     assert slot is not None
     arena.filled(slot, block, alone=True)
-    assert arena.retention.uses(block.key) == 1
+    assert arena.order.uses(block.key) == 1
     arena.check()
 
 
@@ -216,7 +217,7 @@ def test_a_directory_that_vanishes_and_fills_again_confuses_no_victim(
         rig.put(chain_keys(number, 1))
         rig.settle()
     for slot in rig.tiers.grant("writer", SLOTS):  # so the arena has none of them
-        rig.tiers.arena.give_back("writer", slot)
+        rig.tiers.host.give_back("writer", slot)
     for number in range(60):
         rig.put(chain_keys(f"next {number}", 1))
         rig.settle()
@@ -244,7 +245,7 @@ def test_one_that_cannot_be_read_leaves_no_slot_behind(tmp_path: Path) -> None:
         rig.settle()
         rig.tiers.check()
     assert rig.counter("disk_damaged_payload") >= 10 and rig.counter("disk_saved") == saved
-    ledger = rig.tiers.arena.ledger()
+    ledger = rig.tiers.host.ledger()
     assert ledger["filling"] == 0 and ledger["free"] + ledger["resident"] == SLOTS
     rig.files.close()
 
@@ -278,7 +279,7 @@ def test_what_a_full_disk_cannot_move_stays_in_memory(tmp_path: Path) -> None:
     rig.settle()
     assert rig.counter("disk_write_errors") == len(moves)
     left = [job.source.block.key for job in moves]
-    assert all(key in rig.tiers.arena and key not in rig.index for key in left)
+    assert all(key in rig.tiers.host and key not in rig.index for key in left)
     assert [rig.read([key], 2000 + at) for at, key in enumerate(left)] == [1] * len(left)
     rig.settle()
     assert all(key in rig.index for key in left), "they were wanted again"
@@ -296,18 +297,18 @@ def test_without_its_parent_a_block_is_not_saved(tmp_path: Path) -> None:
 
 
 def test_a_reader_waits_for_no_block_that_is_only_being_saved(tmp_path: Path) -> None:
-    order: list[Job] = []
+    order: list[DiskJob] = []
     started, go_on = threading.Event(), threading.Event()
 
     class Slow(DiskWorker):
-        def do(self, job: Job) -> None:
+        def do(self, job: DiskJob) -> None:
             order.append(job)
             started.set()
             go_on.wait(20)
 
     disk = Disk(Slow(FileSystem(tmp_path)))
     record = Record(FINGERPRINT, Block(b"k" * 16, b"", TENANT, 0, 0), SIZE, 1, 0, 0, 1)
-    jobs: list[Job] = [
+    jobs: list[DiskJob] = [
         DeleteJob(1),
         ReadJob(record, memoryview(bytearray(SIZE)), urgent=False),
         DeleteJob(2),

@@ -84,7 +84,7 @@ def emptied(rig: Rig, store: Store) -> Iterator[Rig]:
     yield rig
     rig.decode.does = Behaviour()
     assert ask(rig, "clear", all=True)["success"]
-    assert store.do(lambda: store.rig.space.tiers.arena.num_resident) == 0
+    assert store.do(lambda: store.rig.storage.tiers.host.num_resident) == 0
 
 
 def ask(rig: Rig, action: str, **body: Any) -> dict[str, Any]:

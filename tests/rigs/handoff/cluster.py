@@ -19,7 +19,7 @@ from kvferry.kvstore.client.client import StoreClient, Transfer
 from kvferry.kvstore.keys import chain, pack_tokens, root_key
 from kvferry.kvstore.node.debug import DebugSwitches
 from kvferry.kvstore.store.node import StoreNode
-from kvferry.kvstore.store.space import StoreSizes
+from kvferry.kvstore.store.storage import StoreSizes
 from kvferry.kvstore.wire.client import Client, LinkState
 from kvferry.kvstore.wire.codec import PROTOCOL
 from kvferry.kvstore.wire.generation import (

@@ -13,7 +13,7 @@ from typing import Any
 from kvferry.kvstore.client.client import StoreClient, Transfer
 from kvferry.kvstore.client.connector import Loader
 from kvferry.kvstore.keys import tenant_key
-from kvferry.kvstore.store.space import StoreSizes
+from kvferry.kvstore.store.storage import StoreSizes
 from kvferry.tests.rigs.handoff.cluster import Answer, Cluster
 
 TENANT = tenant_key("default")

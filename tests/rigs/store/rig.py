@@ -19,7 +19,7 @@ from kvferry.kvstore.client.fetches import Loading
 from kvferry.kvstore.keys import checksum, next_key, root_key, tenant_key
 from kvferry.kvstore.node.debug import DebugSwitches
 from kvferry.kvstore.store.node import StoreNode
-from kvferry.kvstore.store.space import Space, StoreSizes
+from kvferry.kvstore.store.storage import ModelStorage, StoreSizes
 from kvferry.kvstore.tiers.disk.files import FileSystem
 from kvferry.kvstore.wire.client import Client
 from kvferry.kvstore.wire.codec import PROTOCOL
@@ -107,9 +107,9 @@ class StoreRig:
         return client
 
     @property
-    def space(self) -> Space:
-        assert self.node.space is not None
-        return self.node.space
+    def storage(self) -> ModelStorage:
+        assert self.node.storage is not None
+        return self.node.storage
 
     @property
     def counters(self) -> dict[str, float]:
@@ -131,19 +131,19 @@ class StoreRig:
         while not condition():
             assert time.monotonic() < deadline, "nothing happened for too long"
             self.turn()
-            if self.space_or_none is not None and self.space.disk is not None:
-                self.space.disk.wait(0.001)
+            if self.storage_or_none is not None and self.storage.disk is not None:
+                self.storage.disk.wait(0.001)
 
     @property
-    def space_or_none(self) -> Space | None:
-        return self.node.space
+    def storage_or_none(self) -> ModelStorage | None:
+        return self.node.storage
 
     def settle(self) -> None:
         """Until every message has arrived and nothing is in flight or unwritten."""
         for client in self.clients:
             if client.available:
                 self.answer(client.care("stats"))
-        self.until(lambda: self.space.tiers.idle)
+        self.until(lambda: self.storage.tiers.idle)
 
     def answer(self, asked: Asked) -> object:
         self.until(lambda: asked.answer is not None or asked.lost)

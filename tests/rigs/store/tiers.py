@@ -10,13 +10,14 @@ import sys
 from pathlib import Path
 
 from kvferry.kvstore.keys import checksum
-from kvferry.kvstore.tiers.cache import Handed, Tiers
+from kvferry.kvstore.tiers.block import Block
+from kvferry.kvstore.tiers.cache import Handed, TieredCache
 from kvferry.kvstore.tiers.disk.files import FileSystem
 from kvferry.kvstore.tiers.disk.record import record_bytes
 from kvferry.kvstore.tiers.disk.segments import SegmentIndex
-from kvferry.kvstore.tiers.disk.worker import DiskFaults, DiskWorker, Job, ReadJob
+from kvferry.kvstore.tiers.disk.worker import DiskFaults, DiskJob, DiskWorker, ReadJob
 from kvferry.kvstore.tiers.fetches import Ready
-from kvferry.kvstore.tiers.host import Arena, Block
+from kvferry.kvstore.tiers.host import HostTier
 from kvferry.tests.rigs.store.rig import TENANT, chain_keys, payload_of
 
 SIZE = 300
@@ -56,11 +57,13 @@ class TiersRig:
         self.files = files or FileSystem(folder)
         self.faults = DiskFaults()
         self.worker = DiskWorker(self.files, self.faults)
-        self.jobs: list[Job] = []
-        self.outcomes: list[Job] = []
+        self.jobs: list[DiskJob] = []
+        self.outcomes: list[DiskJob] = []
         """Of jobs that are done, while the tiers have not heard of it."""
         index = SegmentIndex(cap, fingerprint, size) if cap else None
-        self.tiers = Tiers(Arena(slots), self.view, index, self.jobs.append, lease_s=lease_s)
+        self.tiers = TieredCache(
+            HostTier(slots), self.view, index, self.jobs.append, lease_s=lease_s
+        )
         if index is not None and self.tiers.disk is not None:
             self.files.lock()
             self.tiers.disk.recover(self.files.list(), self.files.delete)
@@ -124,7 +127,7 @@ class TiersRig:
     def read(self, keys: list[bytes], number: int, first: int = 0, window: int = 8) -> int:
         """A whole load, blocks verified as a reader would; how many it got."""
         self.handed.clear()
-        started = self.tiers.load(
+        started = self.tiers.fetch(
             "reader", number, keys, first, deadline=self.now + 5, window=window, now=self.now
         )
         assert started is not None
@@ -133,7 +136,7 @@ class TiersRig:
         while True:
             while self.handed:
                 handed = self.handed.pop(0)
-                if handed.load.number != number or handed.load.owner != "reader":
+                if handed.fetch.number != number or handed.fetch.owner != "reader":
                     continue
                 for block in handed.blocks:
                     assert block.index == first + got, "a block is missing"

@@ -16,12 +16,19 @@ from pathlib import Path
 
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.process.settings import format_size
-from kvferry.kvstore.tiers.cache import LEASE_SECONDS, Tiers
+from kvferry.kvstore.tiers.cache import LEASE_SECONDS, TieredCache
 from kvferry.kvstore.tiers.disk.files import FileSystem
 from kvferry.kvstore.tiers.disk.record import fingerprint_digest
 from kvferry.kvstore.tiers.disk.segments import SegmentIndex
-from kvferry.kvstore.tiers.disk.worker import Disk, DiskFaults, DiskWorker, Job, ReadJob, WriteJob
-from kvferry.kvstore.tiers.host import Arena
+from kvferry.kvstore.tiers.disk.worker import (
+    Disk,
+    DiskFaults,
+    DiskJob,
+    DiskWorker,
+    ReadJob,
+    WriteJob,
+)
+from kvferry.kvstore.tiers.host import HostTier
 from kvferry.kvstore.tiers.shared_memory import SharedMemory, aligned
 
 log = logging.getLogger(__name__)
@@ -42,8 +49,8 @@ class StoreSizes:
     lease_s: float = LEASE_SECONDS
 
 
-class Space:
-    """Arena, disk and tiers for blocks of one size and one fingerprint.
+class ModelStorage:
+    """HostTier, disk and tiers for blocks of one size and one fingerprint.
 
     Raises
     ------
@@ -82,7 +89,9 @@ class Space:
             )
             index = None
         self.disk = None if index is None or files is None else Disk(DiskWorker(files, faults))
-        self.tiers = Tiers(Arena(num_slots), self.view, index, self._submit, lease_s=sizes.lease_s)
+        self.tiers = TieredCache(
+            HostTier(num_slots), self.view, index, self._submit, lease_s=sizes.lease_s
+        )
         if self.disk is not None and files is not None:
             self._recover(files)
 
@@ -95,7 +104,7 @@ class Space:
         """The bytes of the block in a slot."""
         return self.memory.slot(slot, self.slot_bytes, self.block_bytes)
 
-    def _submit(self, job: Job) -> None:
+    def _submit(self, job: DiskJob) -> None:
         assert self.disk is not None
         self.disk.submit(job)
 
