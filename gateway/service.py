@@ -139,14 +139,15 @@ class Gateway:
             async with aclosing(generation.updates()) as updates:
                 async for update in updates:
                     if update.piece.finish is not None:  # before the client can go on from it
-                        self.prompts.remember(*generation.said(update.choice))
+                        self.prompts.remember(*generation.reply(update.choice))
                     yield update
             if generation.report is not None:
                 seconds = time.monotonic() - started
                 self.metrics.succeeded(generation, generation.report, seconds)
         finally:
-            for choice in generation.unfinished:  # a client that stops a reply may still keep it
-                self.prompts.remember(*generation.said(choice))
+            for number, choice in enumerate(generation.choices):
+                if choice.finish is None:  # a client that stops a reply may still keep it
+                    self.prompts.remember(*generation.reply(number))
             del self.open[generation]
             self.metrics.generated(generation)
 
@@ -168,10 +169,11 @@ class Gateway:
 
     def check(self) -> None:
         """Proves that nodes have nothing of a response that is over."""
-        runs = {(run.node, run.request) for one in self.open for run in one.runs}
+        placements = (one.placement for generation in self.open for one in generation.attempts)
+        known = {(it.node, it.request) for it in placements if it is not None}
         for node in self.nodes:
             for number in node.requests.open:
-                assert (node, number) in runs, f"request {number} at {node.address} is nobody's"
+                assert (node, number) in known, f"request {number} at {node.address} is nobody's"
 
     # -- the end -----------------------------------------------------------------------------------
 

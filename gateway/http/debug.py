@@ -75,7 +75,7 @@ def _own(gateway: Gateway) -> dict[str, Any]:
     nodes = gateway.nodes
     return {
         "requests": len(gateway.open),
-        "choices": sum(generation.choices for generation in gateway.open),
+        "choices": sum(len(generation.choices) for generation in gateway.open),
         "unanswered": gateway.unanswered(),
         "waiting_for_a_node": nodes.parked,
         "draining": gateway.draining,

@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 
 from kvferry.gateway.errors import (
@@ -28,20 +29,12 @@ from kvferry.gateway.output.choice import Choice, Piece, Reply
 from kvferry.gateway.params import Params
 from kvferry.gateway.prompt.model import ServedModel
 from kvferry.gateway.prompt.prompts import Prompt
-from kvferry.gateway.router.attempts import Arrival, Bounds, Course, Loss
-from kvferry.gateway.router.nodes import Nodes, NoNode, Run
+from kvferry.gateway.router.attempts import Arrival, Attempts, Bounds
+from kvferry.gateway.router.nodes import Nodes, NoNode
 from kvferry.gateway.router.report import Report, make_report
-from kvferry.gateway.router.requests import EngineLost, Event
+from kvferry.gateway.router.requests import Event, Loss, NodeLost
 from kvferry.kvstore.keys import pack_tokens
-from kvferry.kvstore.wire.generation import (
-    Done,
-    Generate,
-    PromptSources,
-    Rejected,
-    Running,
-    Started,
-    Token,
-)
+from kvferry.kvstore.wire.generation import Generate, Rejected, Token
 
 NO_ROOM = ("server_overloaded", "shutting_down")
 """Refusals of one node that another one need not share."""
@@ -77,23 +70,32 @@ class Timeline:
     last: float = 0.0
     gaps: list[float] = field(default_factory=list)
     """Seconds between a choice's successive tokens, not yet taken by the metrics."""
+    last_of: dict[int, float] = field(default_factory=dict)
+    """When each choice got its last token."""
 
     @property
     def ttft(self) -> float | None:
         return self.first - self.submitted if self.first else None
 
+    def token(self, choice: int, now: float) -> None:
+        """A choice has got its next token."""
+        self.first = self.first or now
+        if choice in self.last_of:
+            self.gaps.append(now - self.last_of[choice])
+        self.last = self.last_of[choice] = now
 
-@dataclass(frozen=True, slots=True)
-class _Retry:
-    """Another decode node may be there now."""
 
+class _Wait(Enum):
+    """What comes to a request that waits for a decode node."""
 
-@dataclass(frozen=True, slots=True)
-class _GiveUp:
+    RETRY = "retry"
+    """One may be there now."""
+    OVER = "over"
     """None was there in time."""
 
 
-_AnyEvent = Event | ApiError | _Retry | _GiveUp
+_Arrived = tuple[Attempts, int, Event | _Wait]
+"""An event, and for which attempt of which prompt it is."""
 
 
 class Generation:
@@ -110,6 +112,10 @@ class Generation:
     ) -> None:
         self.prompts = prompts
         self.params = params
+        self.prompt_tokens = sum(prompt.size for prompt in prompts)
+        self.choices = [
+            Choice(model.tokenizer, params.rules) for _ in range(len(prompts) * params.n)
+        ]
         self.timeline = Timeline()
         self.report: Report | None = None
         self.losses: Counter[str] = Counter()
@@ -118,58 +124,39 @@ class Generation:
         self._timeouts = timeouts
         self._session = session
         self._eos_ids = () if params.ignore_eos else model.eos_ids
-        count = len(prompts) * params.n
-        self._choices = [Choice(model.tokenizer, params.rules) for _ in range(count)]
-        self._last_token = [0.0] * count
         bounds = Bounds(
             model.vocabulary.size,
             self._eos_ids,
             params.stop_token_ids,
             params.sampling.logprobs or 0,
         )
-        self._courses = [
-            Course(prompt, self._choices[at * params.n : (at + 1) * params.n], bounds)
-            for at, prompt in enumerate(prompts)
+        self.attempts = [
+            Attempts(prompt, self.choices[first : first + params.n], first, bounds)
+            for prompt, first in zip(prompts, range(0, len(self.choices), params.n), strict=True)
         ]
-        self._events: asyncio.Queue[tuple[int, int, _AnyEvent]] = asyncio.Queue()
+        """One of each prompt."""
+        self._events: asyncio.Queue[_Arrived | ApiError] = asyncio.Queue()
+        """What has come; or the error that ends the response."""
         self._timers: list[asyncio.TimerHandle] = []
         self._streamed = False
         """The client has a part of its answer."""
 
     @property
-    def prompt_tokens(self) -> int:
-        return sum(prompt.size for prompt in self.prompts)
-
-    @property
     def completion_tokens(self) -> int:
         """Tokens that count so far, of all choices."""
-        return sum(choice.kept for choice in self._choices)
-
-    @property
-    def choices(self) -> int:
-        return len(self._choices)
-
-    @property
-    def runs(self) -> list[Run]:
-        """Where its requests are."""
-        return [course.run for course in self._courses if course.run is not None]
+        return sum(choice.kept for choice in self.choices)
 
     @property
     def finish_reasons(self) -> list[str]:
-        return [choice.finish.reason for choice in self._choices if choice.finish is not None]
+        return [choice.finish.reason for choice in self.choices if choice.finish is not None]
 
-    @property
-    def unfinished(self) -> list[int]:
-        """Choices without an end."""
-        return [at for at, choice in enumerate(self._choices) if choice.finish is None]
-
-    def said(self, choice: int) -> tuple[Prompt, Reply]:
+    def reply(self, choice: int) -> tuple[Prompt, Reply]:
         """What one choice has shown so far, and to which prompt."""
-        return self.prompts[choice // self.params.n], self._choices[choice].reply
+        return self.prompts[choice // self.params.n], self.choices[choice].reply
 
     def fail(self, error: ApiError) -> None:
         """Ends the response with this error, from outside."""
-        self._events.put_nowait((0, 0, error))
+        self._events.put_nowait(error)
 
     async def updates(self) -> AsyncGenerator[Update]:
         """Pieces as they come. Closing the generator aborts what has not ended.
@@ -182,26 +169,31 @@ class Generation:
         try:
             self._begin()
             held: Update | None = None
-            while not all(course.over for course in self._courses):
-                at, leg, event = await self._events.get()
-                update = self._take(at, leg, event)
+            while not all(attempts.over for attempts in self.attempts):
+                arrived = await self._events.get()
+                if isinstance(arrived, ApiError):
+                    raise arrived
+                attempts, number, event = arrived
+                if number != attempts.number:
+                    continue  # from a node that was given up
+                update = self._take(attempts, event)
                 if update is None:
                     continue
-                if any(course.unfinished for course in self._courses):
+                if any(choice.finish is None for choice in self.choices):
                     self._streamed = self.params.stream
                     yield update
                 else:
                     held = update  # the last one waits for the report
-            done = [course.done for course in self._courses]
-            vouched = all(course.vouched for course in self._courses)
+            done = [attempts.done for attempts in self.attempts if attempts.done is not None]
+            vouched = all(attempts.vouched for attempts in self.attempts)
             self.report = make_report(done, self.prompt_tokens, vouched=vouched)
             assert held is not None
             yield Update(held.choice, held.piece, self.report)
         finally:
             for timer in self._timers:
                 timer.cancel()
-            for run in self.runs:
-                run.abort()
+            for attempts in self.attempts:
+                _abort(attempts)
 
     # -- sending -----------------------------------------------------------------------------------
 
@@ -212,8 +204,8 @@ class Generation:
             self._later(self._timeouts.request, self.fail, deadline_exceeded(text))
         if self._timeouts.first_token:
             self._later(self._timeouts.first_token, self._expect_first_token)
-        for at in range(len(self._courses)):
-            self._send(at)
+        for attempts in self.attempts:
+            self._send(attempts)
 
     def _later(self, seconds: float, call: Callable[..., None], *args: object) -> None:
         self._timers.append(asyncio.get_running_loop().call_later(seconds, call, *args))
@@ -223,41 +215,44 @@ class Generation:
             seconds = self._timeouts.first_token
             self.fail(deadline_exceeded(f"No token came in {seconds:g} s."))
 
-    def _send(self, at: int) -> None:
-        """Starts a leg at the best decode node; without any, waits if there was one before."""
-        course = self._courses[at]
-        leg = course.begin(time.monotonic())
-        on_event = partial(self._arrived, at, leg)
-        make = partial(self._message, course)
+    def _send(self, attempts: Attempts) -> None:
+        """Begins an attempt at the best decode node; without any, waits if there was one before."""
+        number = attempts.begin(time.monotonic())
         try:
-            avoid = course.refused_by | course.broken_by
-            run = self._nodes.submit(
-                on_event, course.prompt, make, avoid, course.doubted, self._session
+            placement = self._nodes.submit(
+                partial(self._post, attempts, number),
+                attempts.prompt,
+                partial(self._message, attempts),
+                attempts.refused_by | attempts.broken_by,
+                attempts.doubted,
+                self._session,
             )
-            course.sent(run)
+            attempts.sent(placement)
         except NoNode as error:
             if error.reason == "died":
-                self._note_loss(course, Loss.DEAD)
-            if course.lost_at is None:
+                self._note_loss(attempts, Loss.DEAD)
+            if attempts.lost_at is None:
                 raise no_node(error) from error
-            self._wait(at, course)
+            self._wait(attempts, attempts.lost_at)
 
-    def _wait(self, at: int, course: Course) -> None:
+    def _wait(self, attempts: Attempts, lost_at: float) -> None:
         """For a decode node to be there again, or for one of those that are to have room."""
-        assert course.lost_at is not None
-        wake = partial(self._arrived, at, course.leg, _Retry())
-        if course.refused_by or course.broken_by:
-            self._later(ROOM_RETRY_SECONDS, wake)
+        post = partial(self._post, attempts, attempts.number)
+        if attempts.refused_by or attempts.broken_by:
+            self._later(ROOM_RETRY_SECONDS, post, _Wait.RETRY)
         else:
-            self._nodes.park(wake)
-        left = course.lost_at + self._timeouts.resume - time.monotonic()
-        self._later(max(0.0, left), self._arrived, at, course.leg, _GiveUp())
+            self._nodes.park(partial(post, _Wait.RETRY))
+        left = lost_at + self._timeouts.resume - time.monotonic()
+        self._later(max(0.0, left), post, _Wait.OVER)
 
-    def _arrived(self, at: int, leg: int, event: _AnyEvent) -> None:
-        self._events.put_nowait((at, leg, event))
+    def _post(self, attempts: Attempts, number: int, event: Event | _Wait) -> None:
+        self._events.put_nowait((attempts, number, event))
 
-    def _message(self, course: Course, request: int, prefill: tuple[str, ...]) -> Generate:
-        params, prompt = self.params, course.prompt
+    def _message(
+        self, attempts: Attempts, request: int, prefill_nodes: tuple[str, ...]
+    ) -> Generate:
+        params, prompt, timeouts = self.params, attempts.prompt, self._timeouts
+        left = self.timeline.submitted + timeouts.request - time.monotonic()
         return Generate(
             request=request,
             prompt=prompt.packed,
@@ -271,123 +266,84 @@ class Generation:
             sampling=params.sampling,
             seed=params.seed,
             choices=params.n,
-            outputs=course.outputs,
-            finished=course.finished,
-            prefill_nodes=prefill,
+            outputs=tuple(ids.tobytes() for ids in attempts.ids) if any(attempts.ids) else (),
+            finished=tuple(
+                at for at, choice in enumerate(attempts.choices) if choice.finish is not None
+            ),
+            prefill_nodes=prefill_nodes,
             priority=params.priority,
-            deadline_s=self._time_left(),
+            deadline_s=min(max(0.001, left), FOREVER_SECONDS) if timeouts.request else 0.0,
             forced=pack_tokens(params.forced),
         )
 
-    def _time_left(self) -> float:
-        if not self._timeouts.request:
-            return 0.0
-        left = self.timeline.submitted + self._timeouts.request - time.monotonic()
-        return min(max(0.001, left), FOREVER_SECONDS)
-
     # -- events ------------------------------------------------------------------------------------
 
-    def _take(self, at: int, leg: int, event: _AnyEvent) -> Update | None:
-        if isinstance(event, ApiError):
-            raise event
-        course = self._courses[at]
-        if leg != course.leg:
-            return None  # from a node that was given up
-        if isinstance(event, Token):
-            return self._token(at, event)
-        if isinstance(event, Done):
-            self._reported(at, event)
-        elif isinstance(event, Started):
-            if self._credible(at, event.sources):
-                course.started(event.sources)
-        elif isinstance(event, Running):
-            if course.behind(event.sent):
-                self._lost(at, Loss.HOLE)
-        elif isinstance(event, EngineLost):
-            self._lost(at, _loss_of(event))
+    def _take(self, attempts: Attempts, event: Event | _Wait) -> Update | None:
+        if isinstance(event, NodeLost):
+            self._lost(attempts, event.loss)
         elif isinstance(event, Rejected):
-            self._rejected(at, event)
-        elif isinstance(event, _Retry):
-            course.refused_by = frozenset()
-            self._send(at)
-        else:
+            self._rejected(attempts, event)
+        elif event is _Wait.RETRY:
+            attempts.refused_by = frozenset()
+            self._send(attempts)
+        elif event is _Wait.OVER:
             raise self._nobody()
+        else:
+            now = time.monotonic()
+            arrival = attempts.take(event, now)
+            if arrival is Arrival.NEXT and isinstance(event, Token):
+                return self._token(attempts, event, now)
+            if arrival is Arrival.HOLE:
+                self._lost(attempts, Loss.HOLE)
+            elif arrival is Arrival.WRONG:
+                self._broken(attempts, f"{event} for {attempts.prompt.size} tokens")
         return None
 
-    def _token(self, at: int, token: Token) -> Update | None:
-        course, now = self._courses[at], time.monotonic()
-        arrival = course.arrived(token, now)
-        if arrival is Arrival.HOLE:
-            self._lost(at, Loss.HOLE)
-        elif arrival is Arrival.WRONG:
-            self._broken(at, f"{token}"[:200])
-        if arrival is not Arrival.NEXT:
-            return None
-        index = at * self.params.n + token.choice
-        choice = self._choices[index]
-        self._stamp(index, now)
+    def _token(self, attempts: Attempts, token: Token, now: float) -> Update | None:
+        at = attempts.first_choice + token.choice
+        self.timeline.token(at, now)
+        choice, placement = self.choices[at], attempts.placement
         piece = choice.push(token)
         if piece is None:
             return None
-        if piece.finish is not None and not token.finish and course.run is not None:
-            course.run.stop(token.choice, choice.kept)
-        return Update(index, piece)
+        if piece.finish is not None and not token.finish and placement is not None:
+            placement.node.stop(placement.request, token.choice, choice.kept)
+        return Update(at, piece)
 
-    def _stamp(self, index: int, now: float) -> None:
-        timeline = self.timeline
-        timeline.first = timeline.first or now
-        timeline.last = now
-        if self._last_token[index]:
-            timeline.gaps.append(now - self._last_token[index])
-        self._last_token[index] = now
-
-    def _reported(self, at: int, done: Done) -> None:
-        if self._credible(at, done.sources) and not self._courses[at].reported(done):
-            self._lost(at, Loss.HOLE)
-
-    def _credible(self, at: int, sources: PromptSources) -> bool:
-        """Whether this can be where its prompt came from; else its node is broken."""
-        course = self._courses[at]
-        if course.credible(sources):
-            return True
-        self._broken(at, f"{sources} for {course.prompt.size} tokens")
-        return False
-
-    def _broken(self, at: int, what: str) -> None:
+    def _broken(self, attempts: Attempts, what: str) -> None:
         """Its node sent what cannot be: whatever else it says of the request is not believed."""
-        run = self._courses[at].run
-        if run is not None:
-            run.complain(what)
-        self._lost(at, Loss.BROKEN)
+        placement = attempts.placement
+        if placement is not None:
+            placement.node.note_offence(f"request {placement.request}: {what[:200]}")
+        self._lost(attempts, Loss.BROKEN)
 
-    def _rejected(self, at: int, rejected: Rejected) -> None:
-        course = self._courses[at]
+    def _rejected(self, attempts: Attempts, rejected: Rejected) -> None:
         if rejected.code == "unknown_request":
-            self._lost(at, Loss.FORGOTTEN)
-        elif rejected.code == "shutting_down" and any(course.outputs):
-            self._lost(at, Loss.ENDED)  # it has waited as long as it may
+            self._lost(attempts, Loss.FORGOTTEN)
+        elif rejected.code == "shutting_down" and any(attempts.ids):
+            self._lost(attempts, Loss.ENDED)  # it has waited as long as it may
         elif rejected.code in NO_ROOM:
-            course.refused()
+            attempts.refused()
             try:
-                self._send(at)
+                self._send(attempts)
             except ApiError:
                 raise from_rejection(rejected) from None
         else:
             raise from_rejection(rejected)
 
-    def _lost(self, at: int, loss: Loss) -> None:
+    def _lost(self, attempts: Attempts, loss: Loss) -> None:
         """The request goes on behind what has come, if there is anything left to do."""
-        course = self._courses[at]
-        if course.unfinished:
-            self._note_loss(course, loss)
-            self._send(at)
+        _abort(attempts)
+        if attempts.unfinished:
+            self._note_loss(attempts, loss)
+            self._send(attempts)
         else:
-            course.lost(loss, time.monotonic())
-            course.settle()
+            attempts.lost(loss, time.monotonic())
+            attempts.settle()
 
-    def _note_loss(self, course: Course, loss: Loss) -> None:
+    def _note_loss(self, attempts: Attempts, loss: Loss) -> None:
         self.losses[loss.value] += 1
-        if not course.lost(loss, time.monotonic()):
+        if not attempts.lost(loss, time.monotonic()):
             text = "Every decode node that took the request was lost."
             raise EngineFailure(text, code="engine_lost")
 
@@ -398,8 +354,10 @@ class Generation:
         return no_node(NoNode("lost"))
 
 
-def _loss_of(event: EngineLost) -> Loss:
-    return Loss.BROKEN if event.broken else Loss.STALLED if event.stalled else Loss.DEAD
+def _abort(attempts: Attempts) -> None:
+    """Its node frees everything of the request, unless it has ended."""
+    if attempts.placement is not None:
+        attempts.placement.node.abort(attempts.placement.request)
 
 
 def no_node(error: NoNode) -> ApiError:

@@ -17,7 +17,13 @@ from typing import Literal
 
 from kvferry.gateway.router.pacing import MessagePacer
 from kvferry.gateway.router.policy import MAX_KEYS, KnownKeys
-from kvferry.gateway.router.requests import REPEAT_SECONDS, EngineLost, OpenRequest, OpenRequests
+from kvferry.gateway.router.requests import (
+    REPEAT_SECONDS,
+    Loss,
+    NodeLost,
+    OpenRequest,
+    OpenRequests,
+)
 from kvferry.kvstore.errors import ProtocolBroken
 from kvferry.kvstore.process.sparse_log import SparseLog
 from kvferry.kvstore.wire.client import Client, LinkState
@@ -88,7 +94,7 @@ class NodeLink:
         self.counters: Counter[str] = Counter()
         self.faults: FaultInjector | None = None
         self._new_client = new_client
-        self._pacer = MessagePacer(self._act, SLICE_TOKENS, self.drain)
+        self._pacer = MessagePacer(self._take, SLICE_TOKENS, self.drain)
         self._log = sparse_log
         self._offences: deque[float] = deque(maxlen=MAX_OFFENCES)
         self._given_up = False
@@ -113,6 +119,11 @@ class NodeLink:
         """What it said of itself, while it answers."""
         client = self._client
         return client.welcome if client is not None and client.state is LinkState.READY else None
+
+    @property
+    def reported(self) -> int:
+        """Requests there as of its last report: ours of then, and those of other gateways."""
+        return self.status.running + self.status.waiting if self.status is not None else 0
 
     @property
     def draining(self) -> bool:
@@ -168,15 +179,6 @@ class NodeLink:
         if client.state is LinkState.READY and client.waiting and not self._pacer.busy:
             asyncio.get_running_loop().call_soon(self.drain)
 
-    def _act(self, message: AnyMessage) -> None:
-        """Acts on a message. What makes no sense is noted."""
-        if self._given_up:
-            return
-        try:
-            self._take(message)
-        except ProtocolBroken as error:
-            self.note_offence(str(error))
-
     def tick(self, now: float, listening_since: float) -> bool:
         """Keeps the link and the requests alive. True if its node has just answered first.
 
@@ -221,7 +223,7 @@ class NodeLink:
         self._retry_at, self.met = now + REFUSED_RETRY_SECONDS, True
         self._lost()
 
-    def _lost(self, *, broken: bool = False) -> None:
+    def _lost(self, loss: Loss = Loss.DEAD) -> None:
         self._pacer.flush()
         self.close()
         self.usable = self.stalled = self._welcomed = self._given_up = False
@@ -232,7 +234,7 @@ class NodeLink:
                 question.set_result(None)
         self._asked.clear()
         for request in self.requests.clear():
-            request.on_event(EngineLost(self.address, broken=broken))
+            request.on_event(NodeLost(loss))
 
     # -- nonsense ----------------------------------------------------------------------------------
 
@@ -249,7 +251,7 @@ class NodeLink:
     def _give_up(self, now: float) -> None:
         text = "%s %s is not used for %g s: it goes on making no sense"
         self._log.error("given up", self.address, text, self.title, self.address, OFFENCE_SECONDS)
-        self._lost(broken=True)
+        self._lost(Loss.BROKEN)
         self._offences.clear()
         self._retry_at = now + OFFENCE_SECONDS
 
@@ -276,7 +278,7 @@ class NodeLink:
         """Takes all requests from a stalled node: they go on elsewhere."""
         for number, request in list(self.requests.open.items()):
             self.abort(number)
-            request.on_event(EngineLost(self.address, stalled=True))
+            request.on_event(NodeLost(Loss.STALLED))
 
     def _inquire(self, now: float) -> None:
         announces = self.role != "store"  # it has too many keys to say them all
@@ -318,32 +320,28 @@ class NodeLink:
     # -- what it says ------------------------------------------------------------------------------
 
     def _take(self, message: AnyMessage) -> None:
+        """Acts on a message. What makes no sense is noted."""
+        if self._given_up:
+            return
         if not isinstance(message, StepNotice | Answer | Running):
             self._predicted = 0.0  # it says these between steps only
-        if isinstance(message, StepOutput):
-            self._tokens(message)
-        elif isinstance(message, Started):
-            request = self.requests.open.get(message.request)
-            if request is not None and not request.started:
-                request.started = True
-                request.on_event(message)
-        elif isinstance(message, Done | Rejected):
-            self._ended(message)
-        elif isinstance(message, Running):
-            request = self.requests.open.get(message.request)
-            if request is not None and request.asked:
-                request.asked = False
-                request.on_event(message)
-        elif isinstance(message, Status):
-            self.status = message
-        elif isinstance(message, StepNotice):
-            self._predicted = message.predicted_s
-        elif isinstance(message, KeyBatch):
-            self._keys_changed(message)
-        elif isinstance(message, Answer):
-            question = self._asked.pop(message.number, None)
-            if question is not None and not question.done():
-                question.set_result(message)
+        try:
+            if isinstance(message, StepOutput):
+                self._tokens(message)
+            elif isinstance(message, Started | Running | Done | Rejected):
+                self._about_request(message)
+            elif isinstance(message, Status):
+                self.status = message
+            elif isinstance(message, StepNotice):
+                self._predicted = message.predicted_s
+            elif isinstance(message, KeyBatch):
+                self._keys_changed(message)
+            elif isinstance(message, Answer):
+                question = self._asked.pop(message.number, None)
+                if question is not None and not question.done():
+                    question.set_result(message)
+        except ProtocolBroken as error:
+            self.note_offence(str(error))
 
     def _keys_changed(self, batch: KeyBatch) -> None:
         synced = self.keys.synced
@@ -368,11 +366,10 @@ class NodeLink:
             request.allowance -= 1
             if request.allowance < 0:
                 self.abort(token.request)
-                request.on_event(EngineLost(self.address, broken=True))
+                request.on_event(NodeLost(Loss.BROKEN))
                 self.note_offence("it sends more tokens than were asked for")
                 continue
-            self.requests.heard(request, now)
-            kept = self.requests.overrun(request, token.choice, now)
+            kept = self.requests.heard(request, token.choice, now)
             if kept is not None:  # the first word of it must have been lost
                 self.send(Stop(token.request, token.choice, kept))
             request.on_event(token)
@@ -385,13 +382,22 @@ class NodeLink:
             self.counters["strays"] += 1
             self.send(Abort(number))
 
-    def _ended(self, message: Done | Rejected) -> None:
+    def _about_request(self, message: Started | Running | Done | Rejected) -> None:
         request = self.requests.open.get(message.request)
         if request is None:
             return
-        if isinstance(message, Rejected) and message.code == "invalid_request" and request.answered:
+        if isinstance(message, Started):
+            if request.started:
+                return
+            request.started = True
+        elif isinstance(message, Running):
+            if not request.asked:
+                return
+            request.asked = False
+        elif isinstance(message, Done) or message.code != "invalid_request" or not request.answered:
+            self.requests.remove(message.request, time.monotonic())
+        else:
             return  # it is about a second copy: the first one runs
-        self.requests.remove(message.request, time.monotonic())
         request.on_event(message)
 
     def check(self) -> None:

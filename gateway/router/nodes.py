@@ -57,25 +57,13 @@ class NoNode(KvferryError):
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """A request on its way through a decode node."""
+class Placement:
+    """Where a request is: at which decode node, and under which number."""
 
     node: NodeLink
     request: int
     known: int
     """The most tokens of its prompt that any node it may use had, as far as was known."""
-
-    def stop(self, choice: int, kept: int) -> None:
-        """Ends one choice: the first `kept` tokens count."""
-        self.node.stop(self.request, choice, kept)
-
-    def abort(self) -> None:
-        """Frees everything of the request, unless it has ended."""
-        self.node.abort(self.request)
-
-    def complain(self, what: str) -> None:
-        """The node said this of the request, and cannot be right."""
-        self.node.note_offence(f"request {self.request}: {what}")
 
 
 class Nodes:
@@ -180,13 +168,14 @@ class Nodes:
         for node in self:
             if node.tick(now, self._listening_since):
                 self._judge()
-        self._save_requests()
-        self._announce(now)
+        if self.ready:
+            self._save_requests()
+            if self._on_ready is not None:
+                self._announce(now, self._on_ready)
         self._timer = asyncio.get_running_loop().call_later(TICK_SECONDS, self._tick)
 
     def _save_requests(self) -> None:
-        if not self.ready:
-            return
+        """Those at stalled nodes go on elsewhere, and those that waited go on."""
         for node in self.decode:
             if node.stalled and node.requests.open:
                 node.evacuate()
@@ -198,15 +187,13 @@ class Nodes:
         """Calls `wake` once, soon after some decode node can be given work."""
         self._parked.append(wake)
 
-    def _announce(self, now: float) -> None:
+    def _announce(self, now: float, on_ready: Callable[[], None]) -> None:
         """Calls `on_ready` once, when everybody is there or the missing have been waited for."""
-        if self._on_ready is None or not self.ready:
-            return
         if self._ready_since is None:
             self._ready_since = now
         complete = all(node.met for node in self)
         if complete or now >= self._ready_since + OTHERS_GRACE_SECONDS:
-            self._on_ready()
+            on_ready()
             self._on_ready = None
 
     # -- who may be used ---------------------------------------------------------------------------
@@ -258,7 +245,7 @@ class Nodes:
         avoid: frozenset[str] = frozenset(),
         doubted: frozenset[str] = frozenset(),
         session: bytes = b"",
-    ) -> Run:
+    ) -> Placement:
         """Sends a request to the best decode node that is not to be avoided.
 
         One that is `doubted` gets it only if there is no other. `make` gets its number and the
@@ -270,31 +257,27 @@ class Nodes:
         NoNode
             None can take it.
         """
-        return self._submit(on_event, prompt, make, avoid, doubted, frozenset(), session)
-
-    def _submit(
-        self,
-        on_event: OnEvent,
-        prompt: Prompt,
-        make: Callable[[int, tuple[str, ...]], Generate],
-        avoid: frozenset[str],
-        doubted: frozenset[str],
-        dead: frozenset[str],
-        session: bytes,
-    ) -> Run:
-        node, prefix = self._choose_decode(prompt, avoid, doubted, dead, session)
-        addresses, known = self._order_prefill(prompt, session)
-        missing = prompt.size - prefix
-        remote = addresses[0] if addresses and missing > self._block_size else ""
-        number, self._next_request = self._next_request, self._next_request + 1
-        now = time.monotonic()
-        new = prompt.keys[prefix // self._block_size * KEY_BYTES :]
-        request = OpenRequest(on_event, new, missing, remote, now + INQUIRE_SECONDS)
-        if not node.submit(make(number, addresses), request):
+        dead: frozenset[str] = frozenset()
+        while True:
+            node, prefix = self._choose_decode(prompt, avoid, doubted, dead, session)
+            prefill, known = self._order_prefill(prompt, session)
+            addresses = tuple(link.address for link in prefill)
+            assert self.shape is not None, "who may be used has shown it"
+            missing, block_size = prompt.size - prefix, self.shape.block_size
+            remote = prefill[0] if prefill and missing > block_size else None
+            number, self._next_request = self._next_request, self._next_request + 1
+            new = prompt.keys[prefix // block_size * KEY_BYTES :]
+            inquire_at = time.monotonic() + INQUIRE_SECONDS
+            where = remote.address if remote is not None else ""
+            request = OpenRequest(on_event, new, missing, where, inquire_at)
+            if node.submit(make(number, addresses), request):
+                break
             dead |= {node.address}
-            return self._submit(on_event, prompt, make, avoid, doubted, dead, session)
-        self._note_choice(node, remote)
-        return Run(node, number, min(max(prefix, known), prompt.size - 1))
+        self._choices += 1
+        node.chosen = self._choices
+        if remote is not None:
+            remote.chosen = self._choices
+        return Placement(node, number, min(max(prefix, known), prompt.size - 1))
 
     def _choose_decode(
         self,
@@ -316,7 +299,7 @@ class Nodes:
             DecodeView(
                 self._prefix(node, prompt),
                 node.requests.pending,
-                max(len(node.requests.open), _reported(node)),
+                max(len(node.requests.open), node.reported),
                 node.welcome.max_num_seqs if node.welcome is not None else 1,
                 node.chosen,
                 affinity(session, node.address),
@@ -326,39 +309,23 @@ class Nodes:
         at = best_decode(views, prompt.size)
         return able[at], views[at].prefix
 
-    def _order_prefill(self, prompt: Prompt, session: bytes) -> tuple[tuple[str, ...], int]:
-        """Addresses of prefill nodes, and the longest prefix that one of them has."""
+    def _order_prefill(self, prompt: Prompt, session: bytes) -> tuple[list[NodeLink], int]:
+        """Prefill nodes, the best one first, and the longest prefix that one of them has."""
         able = [node for node in self.prefill if node.able]
         ours = Counter(item.prefill for node in self.decode for item in node.requests.open.values())
         views = [
             PrefillView(
                 self._prefix(node, prompt),
-                max(ours[node.address], _reported(node)),
+                max(ours[node.address], node.reported),
                 node.chosen,
                 affinity(session, node.address),
             )
             for node in able
         ]
-        order = order_prefill(views)
         known = max((view.prefix for view in views), default=0)
-        return tuple(able[at].address for at in order), known
+        return [able[at] for at in order_prefill(views)], known
 
     def _prefix(self, node: NodeLink, prompt: Prompt) -> int:
         """Tokens of a prompt that a node has; at least its last one is always computed."""
-        return min(node.keys.prefix(prompt.keys) * self._block_size, prompt.size - 1)
-
-    @property
-    def _block_size(self) -> int:
-        return self.shape.block_size if self.shape is not None else 1
-
-    def _note_choice(self, node: NodeLink, remote: str) -> None:
-        self._choices += 1
-        node.chosen = self._choices
-        for prefill in self.prefill:
-            if prefill.address == remote:
-                prefill.chosen = self._choices
-
-
-def _reported(node: NodeLink) -> int:
-    """Requests there as of the node's last report: ours of then, and those of other gateways."""
-    return node.status.running + node.status.waiting if node.status is not None else 0
+        assert self.shape is not None, "who may be used has shown it"
+        return min(node.keys.prefix(prompt.keys) * self.shape.block_size, prompt.size - 1)

@@ -79,7 +79,9 @@ class RequestPacer:
 
     async def turn(self) -> None:
         """Returns when it is this task's turn."""
-        self._schedule()
+        if not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._turn)
         if self._left > 0 and not self._line:
             self._left -= 1
             return
@@ -87,18 +89,13 @@ class RequestPacer:
         self._line.append(place)
         await place
 
-    def _schedule(self) -> None:
-        if not self._scheduled:
-            self._scheduled = True
-            asyncio.get_running_loop().call_soon(self._turn)
-
     def _turn(self) -> None:
-        self._scheduled = False
         self._left = self._width
         while self._line and self._left > 0:
             place = self._line.popleft()
             if not place.done():  # else its task was cancelled meanwhile
                 place.set_result(None)
                 self._left -= 1
-        if self._line:
-            self._schedule()
+        self._scheduled = bool(self._line)
+        if self._scheduled:
+            asyncio.get_running_loop().call_soon(self._turn)

@@ -154,21 +154,14 @@ class PrefillView:
 
 def best_decode(views: Sequence[DecodeView], tokens: int) -> int:
     """The index of the node that a prompt of so many tokens should go to."""
-
-    def rank(at: int) -> tuple[int, int, int]:
-        return views[at].cost(tokens), -views[at].affinity, views[at].chosen
-
-    return min(range(len(views)), key=rank)
+    ranks = [(view.cost(tokens), -view.affinity, view.chosen) for view in views]
+    return ranks.index(min(ranks))
 
 
 def order_prefill(views: Sequence[PrefillView]) -> list[int]:
     """Indices, the best node first: the shortest queue, then the longest prefix."""
-
-    def rank(at: int) -> tuple[int, int, int, int]:
-        view = views[at]
-        return view.jobs, -view.prefix, -view.affinity, view.chosen
-
-    return sorted(range(len(views)), key=rank)
+    ranks = [(view.jobs, -view.prefix, -view.affinity, view.chosen) for view in views]
+    return sorted(range(len(views)), key=ranks.__getitem__)
 
 
 def affinity(session: bytes, address: str) -> int:

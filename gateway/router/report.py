@@ -1,6 +1,7 @@
 """What the nodes say of a whole response: where its prompt tokens came from, where time went.
 
-Owns the sums over the requests that a response is made of. Pure.
+Owns the sums over the requests that a response is made of, and what counts of an account that is
+not the first one's. Pure.
 """
 
 from __future__ import annotations
@@ -37,3 +38,17 @@ def make_report(done: Sequence[Done], prompt_tokens: int, *, vouched: bool) -> R
         predicted_ms=max(item.predicted_ms for item in done),
         cached_tokens=max(0, min(sources.hits, prompt_tokens - len(done))) if vouched else None,
     )
+
+
+def without_own(sources: PromptSources, known: int) -> PromptSources:
+    """The same sum with at most `known` hits: the others were computed for this request.
+
+    A node that was not the first may find what this very request had computed before: hits count
+    only as far as they were known of when the request came.
+    """
+    device = min(sources.device, known)
+    host = min(sources.host, known - device)
+    disk = min(sources.disk, known - device - host)
+    remote = min(sources.remote, known - device - host - disk)
+    own = sources.hits - (device + host + disk + remote)
+    return PromptSources(device, host, disk, remote, sources.prefill, sources.decode + own)

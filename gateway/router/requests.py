@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum
 
 from kvferry.gateway.router.policy import KnownKeys
 from kvferry.kvstore.wire.generation import Done, Rejected, Running, Started, Token
@@ -23,17 +24,29 @@ FADE_SECONDS = 1.0
 MAX_STRAYS = 10_000
 
 
+class Loss(Enum):
+    """Why a request goes on elsewhere, or on the same node anew."""
+
+    DEAD = "dead"
+    STALLED = "stalled"
+    HOLE = "hole"
+    """Tokens were lost on their way."""
+    FORGOTTEN = "forgotten"
+    """The node does not know the request."""
+    BROKEN = "broken"
+    """What the node says of it makes no sense."""
+    ENDED = "ended"
+    """The node was told to end, and the request would have taken it too long."""
+
+
 @dataclass(frozen=True, slots=True)
-class EngineLost:
+class NodeLost:
     """The node died, fell silent, or its link went, while it had the request."""
 
-    address: str
-    stalled: bool = False
-    broken: bool = False
-    """It is there, but what it says makes no sense."""
+    loss: Loss
 
 
-Event = Started | Token | Done | Rejected | Running | EngineLost
+Event = Started | Token | Done | Rejected | Running | NodeLost
 OnEvent = Callable[[Event], None]
 
 
@@ -95,10 +108,19 @@ class OpenRequests:
         self._keys.forget()
         return list(requests.values())
 
-    def heard(self, request: OpenRequest, now: float) -> None:
-        """A token has come."""
+    def heard(self, request: OpenRequest, choice: int, now: float) -> int | None:
+        """A token of a choice has come.
+
+        If the choice was stopped and goes on, the node must be told again how many of its tokens
+        count: so many.
+        """
         self._note_answer(request)
         request.inquire_at, request.interval = now + INQUIRE_SECONDS, INQUIRE_SECONDS
+        kept, told = request.stops.get(choice, (0, now))
+        if now - told <= REPEAT_SECONDS:
+            return None
+        request.stops[choice] = (kept, now)
+        return kept
 
     def _note_answer(self, request: OpenRequest) -> None:
         if not request.answered:
@@ -116,14 +138,6 @@ class OpenRequests:
                     request.interval = min(2 * request.interval, INQUIRE_AT_MOST_SECONDS)
                 request.inquire_at = now + request.interval
         return found
-
-    def overrun(self, request: OpenRequest, choice: int, now: float) -> int | None:
-        """A choice that was stopped goes on: how many tokens count, if the node is to be told."""
-        kept, told = request.stops.get(choice, (0, now))
-        if now - told <= REPEAT_SECONDS:
-            return None
-        request.stops[choice] = (kept, now)
-        return kept
 
     def given(self, number: int) -> bool:
         """Whether the node may ever have heard of a request of this number."""
