@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from kvferry.decode_node.config import DecodeConfig
 from kvferry.kvstore.client.client import await_store, store_client
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.node.boot import boot
+from kvferry.kvstore.node.config import DecodeConfig
 from kvferry.kvstore.node.debug import DebugSwitches
 from kvferry.kvstore.process.collector import Collector
 from kvferry.kvstore.process.settings import parse

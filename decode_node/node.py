@@ -107,7 +107,7 @@ class DecodeNode:
             clock=clock,
             handed_back=self._choose_prefill,
             to_offer=lambda *span: self._offer(filled(*span)),
-            said=server.said,
+            said=server.peer_log,
             store=store,
         )
         self.loader: Loader[Sequence] = Loader(

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from kvferry.kvstore.client.client import await_store, store_client
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.node.boot import boot
+from kvferry.kvstore.node.config import PrefillConfig
 from kvferry.kvstore.node.debug import DebugSwitches
 from kvferry.kvstore.process.collector import Collector
 from kvferry.kvstore.process.settings import parse
-from kvferry.prefill_node.config import PrefillConfig
 
 
 def run(argv: Sequence[str]) -> int:

@@ -79,7 +79,7 @@ class Offers:
             job = open_job(peer, offer, spec.block_size, self._clock())
         except ValueError as error:
             text = "an offer from a %s makes no sense: %s"
-            self._server.said.warning("offer", peer.identity.hex(), text, peer.role, error)
+            self._server.peer_log.warning("offer", peer.identity.hex(), text, peer.role, error)
             return None
         valid = 0 <= min(job.tokens) <= max(job.tokens) < spec.vocab_size
         return job if valid else None

@@ -49,7 +49,7 @@ ROOMS: dict[str, dict[str, set[str]]] = {
         | {"tokenizer", "output", "prompt", "router", "protocols", "intake", "telemetry"}
         | {"service"},
         "server": GATEWAY_BASE | {"tokenizer", "output", "prompt", "router", "service", "http"},
-        "serve": set(),
+        "serve": {"config"},
         "cli": set(),
     },
 }

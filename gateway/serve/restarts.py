@@ -15,7 +15,7 @@ CONFIG_ERROR = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class RoleReport:
     """One line of a status pipe."""
 
     address: str | None = None
@@ -29,14 +29,14 @@ class ReportReader:
     def __init__(self) -> None:
         self._rest = b""
 
-    def feed(self, data: bytes) -> list[Report]:
+    def feed(self, data: bytes) -> list[RoleReport]:
         *lines, self._rest = (self._rest + data).split(b"\n")
         return [_report(line) for line in lines if line.strip()]
 
 
-def _report(line: bytes) -> Report:
+def _report(line: bytes) -> RoleReport:
     said: dict[str, Any] = json.loads(line)
-    return Report(said.get("address"), bool(said.get("ready")), said.get("error"))
+    return RoleReport(said.get("address"), bool(said.get("ready")), said.get("error"))
 
 
 class Restarts:

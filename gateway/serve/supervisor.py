@@ -23,16 +23,16 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from kvferry.gateway.serve.config import (
+from kvferry.gateway.serve.config import ServeConfig
+from kvferry.gateway.serve.placement import (
     RoleSpec,
-    ServeConfig,
     StorePlan,
     place,
     plan_store,
     role_specs,
     store_spec,
 )
-from kvferry.gateway.serve.restarts import CONFIG_ERROR, Report, ReportReader, Restarts
+from kvferry.gateway.serve.restarts import CONFIG_ERROR, ReportReader, Restarts, RoleReport
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.process.logs import set_up_logging
 from kvferry.kvstore.process.model_files import content_digest, resolve_model
@@ -60,21 +60,22 @@ def run(argv: Sequence[str]) -> int:
         prog="kvferry serve",
         description="Serves a model: gateway, decode node, prefill node and store on this host.",
     )
-    set_up_logging("serve", config.log_level, config.log_format)
+    http = config.gateway
+    set_up_logging("serve", http.log_level, http.log_format)
     cores = available_cores()
     placement = place(config, cores)
-    with bind(config.host, config.port) as listener:
-        model = resolve_model(config.model, config.cache_dir, _log.info)
-        content_digest(model.folder, config.cache_dir)  # once here, not once in each node
+    with bind(http.host, http.port) as listener:
+        model = resolve_model(http.model, http.cache_dir, _log.info)
+        content_digest(model.folder, http.cache_dir)  # once here, not once in each node
         gateway, nodes = role_specs(config, placement, model, os.environ)
         plan = plan_store(config, len(cores))
         _tell(plan)
-        name = (*config.served_model_name, model.name)[0]
+        name = (*http.served_model_name, model.name)[0]
         supervisor = Supervisor(
             gateway,
             nodes,
             listener,
-            shutdown_timeout=config.shutdown_timeout,
+            shutdown_timeout=http.shutdown_timeout,
             on_ready=lambda: print(f"kvferry serves {name} at {url(listener)}/v1", flush=True),
             store=None if plan is None else store_spec(config, placement, plan, os.environ),
         )
@@ -267,7 +268,7 @@ class Supervisor:
             self._selector.unregister(role.pipe)
             self._ended(role, role.reap())
 
-    def _note(self, role: _Role, report: Report) -> None:
+    def _note(self, role: _Role, report: RoleReport) -> None:
         if report.address:
             role.address = report.address
         if report.error:

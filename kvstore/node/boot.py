@@ -17,6 +17,7 @@ from typing import Protocol
 import zmq
 
 from kvferry.kvstore.errors import ConfigError
+from kvferry.kvstore.node.config import NodeConfig
 from kvferry.kvstore.process.logs import set_up_logging
 from kvferry.kvstore.process.model_files import (
     ModelFiles,
@@ -33,35 +34,6 @@ from kvferry.kvstore.wire.server import Server
 from kvferry.kvstore.wire.sockets import new_incarnation
 
 log = logging.getLogger(__name__)
-
-
-class NodeConfig(Protocol):
-    """The settings that both nodes have."""
-
-    @property
-    def model(self) -> str | None: ...
-    @property
-    def listen(self) -> str: ...
-    @property
-    def cores(self) -> str | None: ...
-    @property
-    def threads(self) -> int | None: ...
-    @property
-    def nice(self) -> int: ...
-    @property
-    def spin(self) -> bool: ...
-    @property
-    def curve_keys(self) -> Path | None: ...
-    @property
-    def cache_dir(self) -> Path: ...
-    @property
-    def status_fd(self) -> int | None: ...
-    @property
-    def name(self) -> str | None: ...
-    @property
-    def log_level(self) -> str: ...
-    @property
-    def log_format(self) -> str: ...
 
 
 class Computes(Protocol):
@@ -103,7 +75,7 @@ class Booted:
         """What makes links to other nodes."""
         hello = Hello(PROTOCOL, self.role, self.fingerprint(spec))
         return lambda address: Client(
-            self.context, address, hello, self.server.incarnation, self.curve, self.server.said
+            self.context, address, hello, self.server.incarnation, self.curve, self.server.peer_log
         )
 
     def open(self, spec: Computes, max_num_seqs: int) -> None:

@@ -12,8 +12,9 @@ import argparse
 import os
 import re
 import types
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from inspect import get_annotations
 from pathlib import Path
 from typing import (
     TYPE_CHECKING,
@@ -23,7 +24,6 @@ from typing import (
     NoReturn,
     TypeVar,
     Union,
-    cast,
     get_args,
     get_origin,
     get_type_hints,
@@ -58,10 +58,15 @@ def flag(
     metavar: str | None = None,
     hidden: bool = False,
     secret: bool = False,
+    own: bool = False,
     minimum: float | None = None,
 ) -> T:
-    """A field that is a flag. A `secret` one reaches child processes by the environment only."""
-    about = _About(help, metavar, hidden, secret, minimum)
+    """A field that is a flag.
+
+    A `secret` one reaches child processes by the environment only. An `own` one is no matter of
+    whoever starts several roles at once: `flags_of` leaves it out.
+    """
+    about = _About(help, metavar, hidden, secret, own, minimum)
     return field(default=default, metadata={"about": about})
 
 
@@ -76,12 +81,22 @@ def positional(default: T, help: str) -> T:
     return field(default=default, metadata={"about": _About(help, positional=True)})
 
 
+def flags_of(role: type[Config]) -> Config:
+    """A field that is the config of another role, whose flags the command offers beside its own.
+
+    A flag that several of its roles have is told to each of them; its help is the first one's. What
+    the command has a flag of its own for is not told to any.
+    """
+    return field(default_factory=role, metadata={"role": role})
+
+
 @dataclass(frozen=True, slots=True)
 class _About:
     help: str
     metavar: str | None = None
     hidden: bool = False
     secret: bool = False
+    own: bool = False
     minimum: float | None = None
     positional: bool = False
     from_environ: Callable[[Environ], Any] | None = None
@@ -111,20 +126,29 @@ def parse(
     ConfigError
         An unknown flag, or a value that its field does not accept.
     """
-    kinds = _kinds(config_class)
-    given = vars(_parser(config_class, kinds, prog, description).parse_args(argv))
+    parser = _parser(_offered(config_class), prog, description)
+    given = vars(parser.parse_args(argv))
+    flags = _flags(config_class)
+    values = _values(flags.values(), given, environ)
+    for name, role in _roles(config_class).items():
+        told = [item for item in _lent(role) if item.name not in flags]
+        values[name] = role(**_values(told, given, environ))
+    return config_class(**values)
+
+
+def _values(flags: Iterable[_Flag], given: Mapping[str, Any], environ: Environ) -> dict[str, Any]:
+    """What was said of these flags, by name; of the others the config has the default."""
     values: dict[str, Any] = {}
-    for item in fields(config_class):
-        kind, about, variable = kinds[item.name], _about(item), variable_name(item.name)
+    for item in flags:
+        variable = variable_name(item.name)
         if item.name in given:
-            values[item.name] = kind.read(option_name(item.name), given[item.name], about.minimum)
+            values[item.name] = item.read(option_name(item.name), given[item.name])
         elif environ.get(variable):
             raw = environ[variable]
-            text = tuple(raw.split(",")) if kind.repeats else raw
-            values[item.name] = kind.read(variable, text, about.minimum)
-        elif about.from_environ is not None:
-            values[item.name] = about.from_environ(environ)
-    return config_class(**values)
+            values[item.name] = item.read(variable, raw.split(",") if item.kind.repeats else raw)
+        elif item.about.from_environ is not None:
+            values[item.name] = item.about.from_environ(environ)
+    return values
 
 
 def option_name(name: str) -> str:
@@ -152,28 +176,44 @@ def format_size(size: int) -> str:
     return str(size)
 
 
+# -- flags -----------------------------------------------------------------------------------------
+
+
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """How text becomes one field's value."""
+    """How text becomes a value of one type."""
 
     accepts: str
     convert: Callable[[str], Any]
     metavar: str = ""
-    is_flag: bool = False
+    is_switch: bool = False
     repeats: bool = False
     choices: tuple[str, ...] = ()
 
-    def read(self, source: str, raw: str | bool | Sequence[str], minimum: float | None) -> Any:
+
+@dataclass(frozen=True, slots=True)
+class _Flag:
+    """A field that is a flag."""
+
+    name: str
+    default: Any
+    """`MISSING` if it is computed."""
+    about: _About
+    kind: _Kind
+
+    def read(self, source: str, raw: str | bool | Sequence[str]) -> Any:
         if isinstance(raw, bool):
             return raw
         if not isinstance(raw, str):
-            return tuple(self._one(source, text, minimum) for text in raw)
-        return self._one(source, raw, minimum)
+            return tuple(self._one(source, text) for text in raw)
+        return self._one(source, raw)
 
-    def _one(self, source: str, text: str, minimum: float | None) -> Any:
-        accepts = self.accepts if minimum is None else f"{self.accepts} of at least {minimum:g}"
+    def _one(self, source: str, text: str) -> Any:
+        minimum, accepts = self.about.minimum, self.kind.accepts
+        if minimum is not None:
+            accepts += f" of at least {minimum:g}"
         try:
-            value = self.convert(text.strip())
+            value = self.kind.convert(text.strip())
         except ValueError:
             raise ConfigError(f"{source} is {text!r}, but must be {accepts}") from None
         if minimum is not None and not value >= minimum:
@@ -181,9 +221,35 @@ class _Kind:
         return value
 
 
-def _kinds(config_class: type[DataclassInstance]) -> dict[str, _Kind]:
+def _flags(config_class: type[DataclassInstance]) -> dict[str, _Flag]:
+    """A class's flags by name: what it adds comes before what it inherits."""
     hints = get_type_hints(config_class, include_extras=True)
-    return {item.name: _kind(hints[item.name]) for item in fields(config_class)}
+    known = {item.name: item for item in fields(config_class) if "about" in item.metadata}
+    names = dict.fromkeys(name for base in config_class.__mro__ for name in get_annotations(base))
+    return {
+        name: _Flag(name, known[name].default, known[name].metadata["about"], _kind(hints[name]))
+        for name in names
+        if name in known
+    }
+
+
+def _roles(config_class: type[DataclassInstance]) -> dict[str, type[DataclassInstance]]:
+    """The config classes of a command's roles, by field."""
+    metadata = {item.name: item.metadata for item in fields(config_class)}
+    return {name: about["role"] for name, about in metadata.items() if "role" in about}
+
+
+def _lent(role: type[DataclassInstance]) -> list[_Flag]:
+    """What a command that has this role offers of the role's flags."""
+    return [item for item in _flags(role).values() if not item.about.own]
+
+
+def _offered(config_class: type[DataclassInstance]) -> list[_Flag]:
+    """Every flag of a command, each once: its own, then those of its roles."""
+    offered = _flags(config_class)
+    for role in _roles(config_class).values():
+        offered |= {item.name: item for item in _lent(role) if item.name not in offered}
+    return list(offered.values())
 
 
 def _kind(hint: Any) -> _Kind:
@@ -199,7 +265,7 @@ def _kind(hint: Any) -> _Kind:
         int: _Kind("a whole number", int, "N"),
         float: _Kind("a number", float, "X"),
         Path: _Kind("a path", lambda text: Path(_nonempty(text)).expanduser()),
-        bool: _Kind("one of " + ", ".join(_TRUE + _FALSE), _boolean, is_flag=True),
+        bool: _Kind("one of " + ", ".join(_TRUE + _FALSE), _boolean, is_switch=True),
         Size: _Kind("a size such as 512MiB or 2GiB", parse_size, "SIZE"),
     }[hint]
 
@@ -218,10 +284,6 @@ def _boolean(text: str) -> bool:
     return (_TRUE + _FALSE).index(text.lower()) < len(_TRUE)
 
 
-def _about(item: Field[Any]) -> _About:
-    return cast(_About, item.metadata["about"])
-
-
 # -- argparse --------------------------------------------------------------------------------------
 
 
@@ -234,9 +296,7 @@ def _formatter(prog: str) -> argparse.HelpFormatter:
     return argparse.HelpFormatter(prog, max_help_position=36, width=100)
 
 
-def _parser(
-    config_class: type[DataclassInstance], kinds: Mapping[str, _Kind], prog: str, description: str
-) -> _Parser:
+def _parser(flags: Iterable[_Flag], prog: str, description: str) -> _Parser:
     # Defaults stay out of the namespace, so that what is in it was typed.
     parser = _Parser(
         prog=prog,
@@ -247,20 +307,20 @@ def _parser(
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    for item in fields(config_class):
-        _add(parser, item, kinds[item.name])
+    for item in flags:
+        _add(parser, item)
     return parser
 
 
-def _add(parser: _Parser, item: Field[Any], kind: _Kind) -> None:
-    about, option = _about(item), option_name(item.name)
-    help = argparse.SUPPRESS if about.hidden else _help_line(item, kind)
+def _add(parser: _Parser, item: _Flag) -> None:
+    about, kind, option = item.about, item.kind, option_name(item.name)
+    help = argparse.SUPPRESS if about.hidden else _help_line(item)
     metavar = about.metavar or kind.metavar or item.name.upper().rpartition("_")[2]
     if about.positional:
         parser.usage = f"{parser.prog} [{metavar}] [flags]"
         parser.add_argument(item.name, nargs="?", metavar=metavar, help=help)
         parser.add_argument(option, dest=item.name, help=argparse.SUPPRESS)
-    elif kind.is_flag:
+    elif kind.is_switch:
         parser.add_argument(option, action="store_true", help=help)
         negation = f"--no-{option[2:]}"
         parser.add_argument(negation, dest=item.name, action="store_false", help=argparse.SUPPRESS)
@@ -269,13 +329,13 @@ def _add(parser: _Parser, item: Field[Any], kind: _Kind) -> None:
         parser.add_argument(option, action=action, metavar=metavar, help=help)
 
 
-def _help_line(item: Field[Any], kind: _Kind) -> str:
-    text = _about(item).help
-    if kind.choices:
-        text += ": " + ", ".join(kind.choices)
+def _help_line(item: _Flag) -> str:
+    text = item.about.help
+    if item.kind.choices:
+        text += ": " + ", ".join(item.kind.choices)
     if item.default is MISSING or item.default is None or item.default in (False, ()):
         shown = ""
-    elif kind.convert is parse_size:
+    elif item.kind.convert is parse_size:
         shown = format_size(item.default)
     else:
         shown = str(item.default)
@@ -285,24 +345,25 @@ def _help_line(item: Field[Any], kind: _Kind) -> str:
 # -- handing on ------------------------------------------------------------------------------------
 
 
-def to_argv(config: DataclassInstance, only: Collection[str]) -> list[str]:
-    """The flags that make another process read the same values for the fields named in `only`.
+def to_argv(config: DataclassInstance) -> list[str]:
+    """The flags that make another process read the same config: what differs from the defaults.
 
     Secrets are left out: a command line is visible to every user of the machine.
     """
     return [
         text
-        for item, value in _handed_on(config, only, secret=False)
-        for text in _as_flags(option_name(item.name), value)
+        for item in _flags(type(config)).values()
+        if not item.about.secret and getattr(config, item.name) != item.default
+        for text in _as_flags(option_name(item.name), getattr(config, item.name))
     ]
 
 
-def to_environ(config: DataclassInstance, only: Collection[str]) -> dict[str, str]:
-    """The environment variables for the secret fields among `only`."""
+def to_environ(config: DataclassInstance) -> dict[str, str]:
+    """The environment variables for the secret ones."""
     return {
-        variable_name(item.name): _as_variable(item.name, value)
-        for item, value in _handed_on(config, only, secret=True)
-        if value
+        variable_name(item.name): _as_variable(item.name, getattr(config, item.name))
+        for item in _flags(type(config)).values()
+        if item.about.secret and getattr(config, item.name)
     }
 
 
@@ -310,8 +371,8 @@ def shown(config: DataclassInstance) -> dict[str, Any]:
     """Every setting that may be shown to a person: no secrets, and nothing hidden."""
     values = {
         item.name: getattr(config, item.name)
-        for item in fields(config)
-        if not (_about(item).secret or _about(item).hidden)
+        for item in _flags(type(config)).values()
+        if not (item.about.secret or item.about.hidden)
     }
     return {
         name: str(value) if isinstance(value, Path) else value for name, value in values.items()
@@ -323,17 +384,7 @@ def without_settings(environ: Environ) -> dict[str, str]:
     return {name: value for name, value in environ.items() if not name.startswith(PREFIX)}
 
 
-def _handed_on(
-    config: DataclassInstance, only: Collection[str], *, secret: bool
-) -> list[tuple[Field[Any], Any]]:
-    known = {item.name: item for item in fields(config)}
-    wanted = [known[name] for name in only]
-    return [(item, getattr(config, item.name)) for item in wanted if _about(item).secret is secret]
-
-
 def _as_flags(option: str, value: Any) -> list[str]:
-    if value is None:
-        return []
     if isinstance(value, bool):
         return [option if value else f"--no-{option[2:]}"]
     if isinstance(value, tuple):

@@ -26,17 +26,12 @@ from kvferry.kvstore.errors import MalformedFrame
 from kvferry.kvstore.process.sparse_log import SparseLog
 from kvferry.kvstore.wire.codec import AnyMessage
 from kvferry.kvstore.wire.curve import CurveKeys
-from kvferry.kvstore.wire.faults import FaultInjector
 from kvferry.kvstore.wire.hello import Hello, HelloRequired, Ping, Pong, Refused, Welcome
 from kvferry.kvstore.wire.sockets import (
     PARTIAL_ROLES,
     PROBE_SECONDS,
-    TURN_MESSAGES,
-    LinkCounters,
+    SocketEnd,
     first_difference,
-    from_frames,
-    prepare,
-    to_frames,
 )
 
 log = logging.getLogger(__name__)
@@ -57,6 +52,9 @@ class LinkState(Enum):
     READY = "ready"
     REFUSED = "refused"
     DEAD = "dead"
+
+
+_LIVE = (LinkState.CONNECTING, LinkState.READY)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +79,10 @@ class _Clock:
             self.round_trip *= 1.05  # so that an old, lucky probe does not hide a drift for ever
 
 
-class Client:
+class Client(SocketEnd):
     """The DEALER of one process to one server. Dies once; make a new one then.
 
-    Log lines that the server can cause go to `said`, which outlives the client.
+    Log lines that the server can cause go to `peer_log`, which outlives the client.
 
     Raises zmq.ZMQError when `address` is none.
     """
@@ -96,31 +94,27 @@ class Client:
         hello: Hello,
         incarnation: int,
         curve: CurveKeys | None = None,
-        said: SparseLog | None = None,
+        peer_log: SparseLog | None = None,
     ) -> None:
+        super().__init__(
+            context.socket(zmq.DEALER), incarnation, peer_log or SparseLog(log), routes=False
+        )
         self.address = address
         self.state = LinkState.CONNECTING
         self.welcome: Welcome | None = None
         self.refusal: Refused | None = None
         self.server_incarnation = 0
-        self.counters = LinkCounters()
-        self.faults: FaultInjector | None = None
-        """Set by tests only: damages and delays what is sent."""
-        self._said = SparseLog(log) if said is None else said
         self._hello = hello
-        self._incarnation = incarnation
         self._hello_sent = False
         self._probe_at = self._pinged_at = 0.0
         self._unanswered_since: float | None = None
         self._clock = _Clock()
-        self.socket = context.socket(zmq.DEALER)
-        prepare(self.socket)
+        self._encrypted = curve is not None
         if curve is not None:
             curve.protect_client(self.socket)
         self.socket.setsockopt(zmq.IMMEDIATE, 1)
         self.socket.setsockopt(zmq.RECONNECT_IVL, 100)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self._encrypted = curve is not None
         self.monitor = self.socket.get_monitor_socket(
             zmq.EVENT_CONNECTED | zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED
         )
@@ -140,6 +134,11 @@ class Client:
         assert isinstance(fd, int)
         return fd
 
+    @property
+    def waiting(self) -> bool:
+        """Whether something has come that `receive` has not read."""
+        return self.socket.poll(0, zmq.POLLIN) != 0
+
     def silence(self, now: float) -> float:
         """Seconds for which a probe has gone unanswered and nothing else has come either.
 
@@ -151,82 +150,46 @@ class Client:
         """A reading of the server's monotonic clock on ours, good to half a round trip."""
         return server_time - self._clock.offset
 
+    # -- what goes and comes --------------------------------------------------------------------
+
     def send(self, message: AnyMessage, payloads: Sequence[bytes | memoryview] = ()) -> bool:
         """Queues a message; False when the link is not ready or has just been found dead."""
-        return self.state is LinkState.READY and self._send(message, payloads)
-
-    def _send(self, message: AnyMessage, payloads: Sequence[bytes | memoryview] = ()) -> bool:
-        frames = to_frames(self._incarnation, self.server_incarnation, message, payloads)
-        if self.faults is None:
-            return self._put(frames)
-        sent = self.faults.outgoing(message, frames, time.monotonic())
-        return all([self._put(it) for it in sent])
-
-    def _put(self, frames: Sequence[bytes | memoryview]) -> bool:
-        try:
-            self.socket.send_multipart(frames, zmq.NOBLOCK, copy=True)
-        except zmq.Again:
-            if self.state is LinkState.READY:
-                self._die("its queue is full or its connection is gone")
+        if self.state is not LinkState.READY:
             return False
-        return True
-
-    def _put_held(self) -> None:
-        if self.faults is not None and self.state in (LinkState.CONNECTING, LinkState.READY):
-            for held in self.faults.due(time.monotonic()):
-                self._put(held.frames)
-
-    @property
-    def waiting(self) -> bool:
-        """Whether something has come that `receive` has not read."""
-        return self.socket.poll(0, zmq.POLLIN) != 0
+        sent = self._write(self.server_incarnation, message, payloads)
+        if not sent:
+            self._die("its queue is full or its connection is gone")
+        return sent
 
     def receive(self) -> Iterator[Received]:
         """The server's messages, until nothing is waiting or it has had its turn. Stop any time."""
-        self._put_held()
-        for _ in range(TURN_MESSAGES):
-            if self.state not in (LinkState.CONNECTING, LinkState.READY):
+        for _, envelope, payloads in self._read() if self.state in _LIVE else ():
+            message = envelope.body
+            self._unanswered_since = None
+            if envelope.receiver != self.incarnation:
+                self.counters.stale += 1
+            elif isinstance(message, Welcome):
+                self._welcomed(envelope.sender, message)
+            elif isinstance(message, HelloRequired):
+                self._asked_for_hello()
+            elif isinstance(message, Refused):
+                self.refusal, self.state = message, LinkState.REFUSED
+            elif self.state is not LinkState.READY or envelope.sender != self.server_incarnation:
+                self.counters.stale += 1
+            elif isinstance(message, Ping):
+                self.send(Pong(message.sent_at, time.monotonic()))
+            elif not isinstance(message, Pong):
+                yield Received(message, payloads)
+            elif message.sent_at == self._pinged_at:  # else it is late, or made up
+                self._clock.observe(message.sent_at, message.answered_at, time.monotonic())
+            if self.state not in _LIVE:
                 break
-            try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                break
-            received = self._take(frames)
-            if received is not None:
-                yield received
         self._watch()
 
-    def _take(self, frames: Sequence[zmq.Frame]) -> Received | None:
-        try:
-            envelope, payloads = from_frames(frames)
-        except MalformedFrame as error:
-            self.counters.malformed += 1
-            self._said.warning(
-                "malformed", self.address, "dropped a frame from %s: %s", self.address, error
-            )
-            return None
-        message = envelope.body
-        self._unanswered_since = None
-        if envelope.receiver != self._incarnation:
-            self.counters.stale += 1
-            return None
-        if isinstance(message, Welcome):
-            self._welcomed(envelope.sender, message)
-        elif isinstance(message, HelloRequired):
-            self._asked_for_hello()
-        elif isinstance(message, Refused):
-            self.refusal = message
-            self.state = LinkState.REFUSED
-        elif self.state is not LinkState.READY or envelope.sender != self.server_incarnation:
-            self.counters.stale += 1
-        elif isinstance(message, Ping):
-            self.send(Pong(message.sent_at, time.monotonic()))
-        elif isinstance(message, Pong):
-            if message.sent_at == self._pinged_at:  # else it is late, or made up
-                self._clock.observe(message.sent_at, message.answered_at, time.monotonic())
-        else:
-            return Received(message, payloads)
-        return None
+    def _malformed(self, identity: bytes, error: MalformedFrame) -> None:
+        self.peer_log.warning(
+            "malformed", self.address, "dropped a frame from %s: %s", self.address, error
+        )
 
     def _welcomed(self, sender: int, welcome: Welcome) -> None:
         if self.state is LinkState.READY:
@@ -251,12 +214,15 @@ class Client:
         else:
             self._hello_sent = False
 
+    # -- how it lives and dies --------------------------------------------------------------------
+
     def tick(self, now: float) -> None:
         """Says hello until it is answered, probes once a second, notices a death."""
         self._watch()
-        self._put_held()
+        if self.state in _LIVE:
+            self._queue_held()
         if self.state is LinkState.CONNECTING and not self._hello_sent:
-            if now >= self._probe_at and self._send(self._hello):
+            if now >= self._probe_at and self._write(0, self._hello):
                 self._hello_sent = True
                 self._probe_at = now + PROBE_SECONDS / 5
         elif self.state is LinkState.READY and now >= self._probe_at:
@@ -289,7 +255,7 @@ class Client:
 
     def _die(self, why: str) -> None:
         if self.state is not LinkState.DEAD:
-            self._said.warning("lost", self.address, "lost %s: %s", self.address, why)
+            self.peer_log.warning("lost", self.address, "lost %s: %s", self.address, why)
             self.state = LinkState.DEAD
 
     def close(self, linger_ms: int = 0) -> None:

@@ -2,11 +2,11 @@
 
 The messages are defined by conversation:
 
-    every connection            `link_messages`
-    gateway ↔ decode node       `generation_messages`
-    gateway ↔ any node          `node_messages`
-    decode ↔ prefill node       `handoff_messages`
-    node, gateway ↔ store       `store_messages`
+    every connection            `hello`
+    gateway ↔ decode node       `generation`
+    gateway ↔ any node          `status`
+    decode ↔ prefill node       `handoff`
+    node, gateway ↔ store       `store`
 
 The header frame is an `Envelope` that carries both sides' incarnations; raw bytes (KV blocks)
 follow in frames of their own and never pass through msgpack. Nothing is ever unpickled. The header
@@ -24,14 +24,14 @@ from msgspec import Struct
 from kvferry.kvstore.errors import MalformedFrame
 from kvferry.kvstore.wire.generation import GenerationMessage
 from kvferry.kvstore.wire.handoff import Blocks, HandoffMessage
-from kvferry.kvstore.wire.hello import LinkMessage
+from kvferry.kvstore.wire.hello import HelloMessage
 from kvferry.kvstore.wire.message import MAX_HEADER_BYTES, Incarnation
 from kvferry.kvstore.wire.status import NodeMessage
 from kvferry.kvstore.wire.store import Commit, Delivered, StoreMessage
 
 PROTOCOL = 6
 
-AnyMessage = LinkMessage | GenerationMessage | NodeMessage | HandoffMessage | StoreMessage
+AnyMessage = HelloMessage | GenerationMessage | NodeMessage | HandoffMessage | StoreMessage
 
 
 class Envelope(Struct, frozen=True, array_like=True):
@@ -73,20 +73,18 @@ def decode(frame: bytes | memoryview, payload_sizes: tuple[int, ...]) -> Envelop
         envelope = _decoder.decode(view[:-_SUM_BYTES])
     except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise MalformedFrame(f"not a message: {str(error)[:200]}") from error
-    announced = _payloads(envelope.body)
+    match envelope.body:
+        case (
+            Blocks(checksums=checksums)
+            | Delivered(checksums=checksums)
+            | Commit(checksums=checksums, inline=True)
+        ):
+            announced = len(checksums)
+        case _:
+            announced = 0
     if announced != len(payload_sizes):
         raise MalformedFrame(
             f"{type(envelope.body).__name__} announces {announced} payloads, "
             f"{len(payload_sizes)} came"
         )
     return envelope
-
-
-def _payloads(message: AnyMessage) -> int:
-    """How many raw frames follow the header."""
-    match message:
-        case Blocks(checksums=checksums) | Delivered(checksums=checksums):
-            return len(checksums)
-        case Commit(checksums=checksums, inline=True):
-            return len(checksums)
-    return 0

@@ -61,4 +61,4 @@ class Pong(Message, frozen=True, array_like=True, tag=6):
     """The answerer's monotonic clock, seconds: the pair gives the offset of the two clocks."""
 
 
-LinkMessage = Hello | Welcome | HelloRequired | Refused | Ping | Pong
+HelloMessage = Hello | Welcome | HelloRequired | Refused | Ping | Pong

@@ -19,17 +19,12 @@ from kvferry.kvstore.errors import MalformedFrame, PeerMismatch
 from kvferry.kvstore.process.sparse_log import SparseLog
 from kvferry.kvstore.wire.codec import PROTOCOL, AnyMessage
 from kvferry.kvstore.wire.curve import CurveKeys
-from kvferry.kvstore.wire.faults import FaultInjector
 from kvferry.kvstore.wire.hello import Hello, HelloRequired, Ping, Pong, Refused, Welcome
 from kvferry.kvstore.wire.sockets import (
     PARTIAL_ROLES,
     PROBE_SECONDS,
-    TURN_MESSAGES,
-    LinkCounters,
+    SocketEnd,
     first_difference,
-    from_frames,
-    prepare,
-    to_frames,
 )
 
 log = logging.getLogger(__name__)
@@ -51,7 +46,7 @@ class FromPeer:
     payloads: tuple[memoryview, ...]
 
 
-class Server:
+class Server(SocketEnd):
     """The ROUTER of one process. Raises zmq.ZMQError when the address cannot be bound."""
 
     def __init__(
@@ -61,20 +56,13 @@ class Server:
         incarnation: int,
         curve: CurveKeys | None = None,
     ) -> None:
-        self.incarnation = incarnation
-        self.counters = LinkCounters()
-        self.said = SparseLog(log)
-        """For lines that a peer can cause, also those of the node behind this socket."""
-        self.faults: FaultInjector | None = None
-        """Set by tests only: damages and delays what is sent."""
+        super().__init__(context.socket(zmq.ROUTER), incarnation, SparseLog(log), routes=True)
         self.peers: dict[bytes, Peer] = {}
         self._welcome: Welcome | None = None
         self._admit: Callable[[Hello], Welcome | None] | None = None
         self._lost: list[Peer] = []
         self._pongs: dict[bytes, float] = {}
         self._probe_at = 0.0
-        self.socket = context.socket(zmq.ROUTER)
-        prepare(self.socket)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
         if curve is not None:
@@ -99,50 +87,31 @@ class Server:
 
         Stop any time: what is left is read by the next call.
         """
-        self._put_held()
-        for _ in range(TURN_MESSAGES):
-            try:
-                frames = self.socket.recv_multipart(zmq.NOBLOCK, copy=False)
-            except zmq.Again:
-                return
-            received = self._take(frames)
-            if received is not None:
-                yield received
+        for identity, envelope, payloads in self._read():
+            message, peer = envelope.body, self.peers.get(identity)
+            if isinstance(message, Hello):
+                self._meet(identity, envelope.sender, message)
+            elif peer is None:
+                self.counters.strangers += 1
+                self._write(envelope.sender, HelloRequired(), to=identity)
+            elif envelope.receiver != self.incarnation or envelope.sender != peer.incarnation:
+                self.counters.stale += 1
+                self._write(envelope.sender, HelloRequired(), to=identity)
+            elif isinstance(message, Ping):
+                self.send(peer, Pong(message.sent_at, time.monotonic()))
+            elif isinstance(message, Pong):
+                self._pongs[identity] = message.sent_at
+            else:
+                yield FromPeer(peer, message, payloads)
 
-    def _take(self, frames: Sequence[zmq.Frame]) -> FromPeer | None:
-        identity = frames[0].bytes
-        try:
-            envelope, payloads = from_frames(frames[1:])
-        except MalformedFrame as error:
-            self.counters.malformed += 1
-            whose = identity.hex() if identity in self.peers else ""
-            self.said.warning("malformed", whose, "dropped a frame: %s", error)
-            return None
-        message = envelope.body
-        if isinstance(message, Hello):
-            self._meet(identity, envelope.sender, message)
-            return None
-        peer = self.peers.get(identity)
-        if peer is None:
-            self.counters.strangers += 1
-            self._send(identity, envelope.sender, HelloRequired())
-            return None
-        if envelope.receiver != self.incarnation or envelope.sender != peer.incarnation:
-            self.counters.stale += 1
-            self._send(identity, envelope.sender, HelloRequired())
-            return None
-        if isinstance(message, Ping):
-            self.send(peer, Pong(message.sent_at, time.monotonic()))
-            return None
-        if isinstance(message, Pong):
-            self._pongs[identity] = message.sent_at
-            return None
-        return FromPeer(peer, message, payloads)
+    def _malformed(self, identity: bytes, error: MalformedFrame) -> None:
+        whose = identity.hex() if identity in self.peers else ""
+        self.peer_log.warning("malformed", whose, "dropped a frame: %s", error)
 
     def _meet(self, identity: bytes, sender: int, hello: Hello) -> None:
         welcome = self._welcome if self._admit is None else self._admit(hello)
         if welcome is None:
-            self._send(identity, sender, HelloRequired())
+            self._write(sender, HelloRequired(), to=identity)
             return
         difference = (
             PeerMismatch("protocol", str(PROTOCOL), str(hello.protocol))
@@ -153,51 +122,25 @@ class Server:
         )
         if difference is not None:
             self.counters.refused += 1
-            self.said.error("refused", hello.role, "refused a %s: %s", hello.role, difference)
-            self._send(
-                identity, sender, Refused(difference.field, difference.ours, difference.theirs)
-            )
+            self.peer_log.error("refused", hello.role, "refused a %s: %s", hello.role, difference)
+            refused = Refused(difference.field, difference.ours, difference.theirs)
+            self._write(sender, refused, to=identity)
             return
         peer = Peer(identity, hello.role, sender)
         known = self.peers.get(identity)
         if known is not None and known != peer:
             self._lose(known)  # who it was before has nothing here any more
         self.peers[identity] = peer
-        self._send(identity, sender, welcome)
+        self._write(sender, welcome, to=identity)
 
     def send(
         self, peer: Peer, message: AnyMessage, payloads: Sequence[bytes | memoryview] = ()
     ) -> bool:
         """Queues a message; False (and the peer counts as lost) when it cannot be delivered."""
-        if self._send(peer.identity, peer.incarnation, message, payloads):
+        if self._write(peer.incarnation, message, payloads, peer.identity):
             return True
         self._lose(peer)
         return False
-
-    def _send(
-        self,
-        identity: bytes,
-        receiver: int,
-        message: AnyMessage,
-        payloads: Sequence[bytes | memoryview] = (),
-    ) -> bool:
-        frames = to_frames(self.incarnation, receiver, message, payloads)
-        if self.faults is None:
-            return self._put(identity, frames)
-        sent = self.faults.outgoing(message, frames, time.monotonic(), identity)
-        return all([self._put(identity, it) for it in sent])
-
-    def _put(self, identity: bytes, frames: Sequence[bytes | memoryview]) -> bool:
-        try:
-            self.socket.send_multipart([identity, *frames], zmq.NOBLOCK, copy=True)
-        except (zmq.Again, zmq.ZMQError):
-            return False
-        return True
-
-    def _put_held(self) -> None:
-        if self.faults is not None:
-            for held in self.faults.due(time.monotonic()):
-                self._put(held.to, held.frames)
 
     def _lose(self, peer: Peer) -> None:
         self._pongs.pop(peer.identity, None)
@@ -206,8 +149,8 @@ class Server:
 
     def tick(self, now: float) -> None:
         """Probes every peer once a second."""
-        self._put_held()
-        self.said.tick()
+        self._queue_held()
+        self.peer_log.tick()
         if now < self._probe_at:
             return
         self._probe_at = now + PROBE_SECONDS
@@ -217,7 +160,9 @@ class Server:
     def ignored(self, peer: Peer, message: AnyMessage) -> None:
         """Logs that a peer said what somebody in its role has no business to say."""
         kind = type(message).__name__
-        self.said.warning("ignored", peer.identity.hex(), "ignored a %s from a %s", kind, peer.role)
+        self.peer_log.warning(
+            "ignored", peer.identity.hex(), "ignored a %s from a %s", kind, peer.role
+        )
 
     def take_lost(self) -> list[Peer]:
         """Peers found gone since the last call."""

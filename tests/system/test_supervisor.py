@@ -22,7 +22,7 @@ from kvferry.gateway.serve.supervisor import bind
 LIMIT_S = 20
 SERVE = """
 import logging, sys
-from kvferry.gateway.serve.config import RoleSpec
+from kvferry.gateway.serve.placement import RoleSpec
 from kvferry.gateway.serve.supervisor import Supervisor, bind
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.process.logs import set_up_logging

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
-from dataclasses import fields
-from importlib import import_module
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TypeVar
 
 import pytest
 
-from kvferry.gateway.serve import config as serve_config
-from kvferry.gateway.serve.config import (
+from kvferry.gateway.config import GatewayConfig
+from kvferry.gateway.serve.config import ServeConfig
+from kvferry.gateway.serve.placement import (
     Place,
-    ServeConfig,
+    RoleSpec,
     StorePlan,
     place,
     plan_store,
@@ -22,15 +24,32 @@ from kvferry.gateway.serve.config import (
     shares,
     store_spec,
 )
-from kvferry.gateway.serve.restarts import Report, ReportReader, Restarts
+from kvferry.gateway.serve.restarts import ReportReader, Restarts, RoleReport
 from kvferry.gateway.serve.supervisor import bind, url
 from kvferry.kvstore.errors import ConfigError
+from kvferry.kvstore.node.config import DecodeConfig, PrefillConfig
 from kvferry.kvstore.process.model_files import ModelFiles
+from kvferry.kvstore.process.roles import RoleConfig
+from kvferry.kvstore.process.settings import parse, variable_name
+from kvferry.kvstore.store.config import StoreConfig
 from kvferry.kvstore.store.defaults import default_disk
 from kvferry.kvstore.tiers.shared_memory import SharedMemory, room_for_arena
 
+Config = TypeVar("Config", bound=RoleConfig)
+
 FOUR_CORES = frozenset(range(4))
 DEFAULTS = "kvferry.kvstore.store.defaults"
+MODEL = ModelFiles(Path("/models/m"), "m")
+
+
+def serve(*argv: str, **environ: str) -> ServeConfig:
+    return parse(ServeConfig, argv, environ, prog="serve", description="")
+
+
+def read(config_class: type[Config], spec: RoleSpec) -> Config:
+    """What a role makes of its command line and environment."""
+    assert spec.command[1:5] == ("-P", "-m", "kvferry", spec.role)
+    return parse(config_class, spec.command[5:], spec.environ, prog="role", description="")
 
 
 def test_cores_by_default() -> None:
@@ -60,8 +79,7 @@ def test_cores_as_told() -> None:
 @pytest.mark.D8
 def test_several_nodes_of_a_role_are_numbered_and_share_its_cores() -> None:
     config = ServeConfig(decode_nodes=2, prefill_nodes=3)
-    model = ModelFiles(Path("/models/m"), "m")
-    _, nodes = role_specs(config, place(config, frozenset(range(8))), model, {})
+    _, nodes = role_specs(config, place(config, frozenset(range(8))), MODEL, {})
     assert [node.name for node in nodes] == [
         "decode-0",
         "decode-1",
@@ -81,10 +99,9 @@ def test_what_serve_refuses() -> None:
 
 
 def test_each_role_is_told_its_flags_and_no_secret_is_on_a_command_line() -> None:
-    config = ServeConfig(api_key=("a=top-secret",), max_num_seqs=3, local_prefill=9)
-    model = ModelFiles(Path("/models/m"), "m")
+    config = serve("--api-key=a=top-secret", "--max-num-seqs=3", "--local-prefill=9")
     environ = {"KVFERRY_API_KEY": "x", "KVFERRY_PORT": "1", "HOME": "/h"}
-    gateway, nodes = role_specs(config, place(config, FOUR_CORES), model, environ)
+    gateway, nodes = role_specs(config, place(config, FOUR_CORES), MODEL, environ)
     decode, prefill = nodes
     assert gateway.command[-1:] and "--served-model-name=m" in gateway.command
     assert not any("top-secret" in text for spec in (gateway, *nodes) for text in spec.command)
@@ -97,27 +114,100 @@ def test_each_role_is_told_its_flags_and_no_secret_is_on_a_command_line() -> Non
     assert not any(text.startswith("--local-prefill") for text in prefill.command)
 
 
-@pytest.mark.parametrize(
-    ("module", "config_class", "handed_on"),
-    [
-        ("gateway.config", "GatewayConfig", serve_config.GATEWAY_FLAGS),
-        ("decode_node.config", "DecodeConfig", serve_config.DECODE_FLAGS),
-        ("prefill_node.config", "PrefillConfig", serve_config.PREFILL_FLAGS),
-        ("kvstore.store_config", "StoreConfig", serve_config.STORE_FLAGS),
-    ],
-)
-def test_a_role_is_handed_exactly_the_flags_it_shares_with_serve(
-    module: str, config_class: str, handed_on: tuple[str, ...]
-) -> None:
-    role = getattr(import_module(f"kvferry.{module}"), config_class)
-    shared = {item.name for item in fields(role)} & {item.name for item in fields(ServeConfig)}
-    # These the supervisor states itself, from what it resolved.
-    stated = {"model", "served_model_name", "store_ram", "store_disk", "store_dir"}
-    assert set(handed_on) == shared - stated
+TOLD = {
+    "decode-nodes": "1",
+    "prefill-nodes": "1",
+    "decode-cores": "",
+    "prefill-cores": "",
+    "max-num-queued-reqs": "7",
+    "store-dir": "/blocks",
+    "host": "::1",
+    "port": "1",
+    "served-model-name": "named",
+    "api-key": "a=secret",
+    "admin-api-key": "secret",
+    "first-token-timeout": "1.5",
+    "request-timeout": "2.5",
+    "enable-log-requests": "yes",
+    "max-log-len": "3",
+    "metrics-compat": "vllm",
+    "otlp-traces-endpoint": "http://h",
+    "enable-debug": "yes",
+    "enable-test-hooks": "yes",
+    "cache-dir": "/cache",
+    "shutdown-timeout": "4.5",
+    "curve-keys": "/keys",
+    "log-level": "debug",
+    "log-format": "json",
+    "max-num-seqs": "5",
+    "local-prefill": "6",
+    "max-model-len": "8",
+    "max-num-batched-tokens": "64",
+    "kv-cache-memory-bytes": "1MiB",
+    "block-size": "32",
+    "dtype": "float32",
+    "transfer": "inline",
+    "store-ram": "2MiB",
+    "store-disk": "3MiB",
+    "arena-dir": "/arena",
+}
+"""Every flag of `serve`, with what is no default where there is another value."""
+
+
+def test_each_role_reads_what_serve_was_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        serve("--help")
+    offered = re.findall(r"^  --([a-z-]+)", capsys.readouterr().out, re.MULTILINE)
+    assert sorted(offered) == sorted(TOLD)
+    environ = {variable_name(name.replace("-", "_")): value for name, value in TOLD.items()}
+    config = serve(**environ)
+    placement, plan = place(config, FOUR_CORES), plan_store(config, 4)
+    assert plan == StorePlan(2 << 20, 3 << 20, Path("/blocks"))
+    gateway, (decode, prefill) = role_specs(config, placement, MODEL, environ)
+    store = store_spec(config, placement, plan, environ)
+
+    def alone(config_class: type[Config]) -> Config:
+        """What the role makes of the same environment when it is started by hand."""
+        return parse(config_class, (), environ, prog="role", description="")
+
+    folder = "/models/m"
+    assert read(GatewayConfig, gateway) == replace(alone(GatewayConfig), model=folder)
+    assert read(DecodeConfig, decode) == replace(
+        alone(DecodeConfig), model=folder, name="decode", cores="0-1", threads=2
+    )
+    assert read(PrefillConfig, prefill) == replace(
+        alone(PrefillConfig), model=folder, name="prefill", cores="0-3", threads=4, nice=19
+    )
+    assert read(StoreConfig, store) == replace(alone(StoreConfig), cores="2-3")
+
+
+def test_a_flag_that_roles_share_means_the_same_to_each() -> None:
+    config, known = ServeConfig(), {item.name for item in fields(ServeConfig)}
+    told: dict[str, set[str]] = {}
+    for role in (config.gateway, config.decode, config.prefill, config.store):
+        for item in fields(role):
+            about = item.metadata["about"]
+            if not about.own and item.name not in known:
+                fact = (item.type, getattr(role, item.name), about.minimum)
+                told.setdefault(item.name, set()).add(repr(fact))
+    assert len(told) > 20 and all(len(facts) == 1 for facts in told.values()), told
+
+
+def test_a_role_is_not_told_what_is_its_own_alone() -> None:
+    environ = {
+        "KVFERRY_SPIN": "1",
+        "KVFERRY_LISTEN": "tcp://h:1",
+        "KVFERRY_STORE_NODE": "tcp://h:2",
+    }
+    assert serve(**environ) == serve()
+    with pytest.raises(ConfigError, match="unrecognized arguments: --spin"):
+        serve("--spin")
 
 
 def test_the_store_is_told_what_it_may_take(tmp_path: Path) -> None:
-    config = ServeConfig(cache_dir=tmp_path, store_ram=1 << 30, store_disk=0, transfer="inline")
+    config = serve(
+        f"--cache-dir={tmp_path}", "--store-ram=1GiB", "--store-disk=0", "--transfer=inline"
+    )
     plan = plan_store(config, 4)
     assert plan == StorePlan(1 << 30, 0, tmp_path / "blocks")
     placement = place(config, FOUR_CORES)
@@ -127,10 +217,10 @@ def test_the_store_is_told_what_it_may_take(tmp_path: Path) -> None:
         assert text in spec.command
     assert "--cores=2-3" in spec.command, "the decode node's cores are its own"
     assert not any(text.startswith("--transfer") for text in spec.command)
-    _, nodes = role_specs(config, placement, ModelFiles(Path("/models/m"), "m"), {})
+    _, nodes = role_specs(config, placement, MODEL, {})
     assert all("--transfer=inline" in node.command for node in nodes)
-    assert plan_store(ServeConfig(store_ram=0), 4) is None
-    elsewhere = plan_store(ServeConfig(store_ram=1, store_dir=tmp_path / "else"), 4)
+    assert plan_store(serve("--store-ram=0"), 4) is None
+    elsewhere = plan_store(serve("--store-ram=1", f"--store-dir={tmp_path}/else"), 4)
     assert elsewhere is not None and elsewhere.folder == tmp_path / "else"
 
 
@@ -140,7 +230,7 @@ def test_a_store_by_default_takes_no_more_than_the_host_can_spare(
     monkeypatch.setattr(f"{DEFAULTS}.memory_left", lambda: 6 << 30)
     fits: dict[str, int] = {"fits": 8 << 30}
     monkeypatch.setattr(f"{DEFAULTS}.room_for_arena", lambda folder: SimpleNamespace(**fits))
-    config = ServeConfig(cache_dir=tmp_path, arena_dir=tmp_path)
+    config = serve(f"--cache-dir={tmp_path}", f"--arena-dir={tmp_path}")
 
     def ram() -> int:
         plan = plan_store(config, 4)
@@ -159,7 +249,7 @@ def test_a_store_by_default_takes_no_more_than_the_host_can_spare(
     fits["fits"] = 4 << 20
     assert ram() == 0, "too small to be of use"
     monkeypatch.setattr(f"{DEFAULTS}.room_for_arena", room_for_arena)
-    missing = ServeConfig(arena_dir=tmp_path / "missing")
+    missing = serve(f"--arena-dir={tmp_path}/missing")
     assert plan_store(missing, 4) is None
 
 
@@ -194,7 +284,7 @@ def test_what_was_never_ready_is_given_up() -> None:
 
 def test_reports_come_whole_however_they_are_cut() -> None:
     data = b'{"address": "tcp://h:1"}\n{"ready": true}\n{"error": "no"}\n'
-    whole = [Report("tcp://h:1"), Report(ready=True), Report(error="no")]
+    whole = [RoleReport("tcp://h:1"), RoleReport(ready=True), RoleReport(error="no")]
     for cut in range(len(data)):
         reader = ReportReader()
         assert reader.feed(data[:cut]) + reader.feed(data[cut:]) == whole

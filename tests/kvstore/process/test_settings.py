@@ -15,10 +15,12 @@ from kvferry.kvstore.process.settings import (
     default_cache_dir,
     flag,
     flag_from_environ,
+    flags_of,
     format_size,
     parse,
     parse_size,
     positional,
+    shown,
     to_argv,
     to_environ,
     without_settings,
@@ -132,21 +134,61 @@ def test_not_sizes(text: str) -> None:
 
 
 def test_handing_on_reads_back_the_same_and_hides_secrets() -> None:
-    given = Example("m", 1, 2.5, ("a", "-b"), 5, "float32", 3, True, False, ("k=1", "k2"))
-    names = [name for name in Example.__slots__ if name != "internal"]
-    argv, environ = to_argv(given, names), to_environ(given, names)
+    given = Example("m", 1, 2.5, ("a", "-b"), 5, "float32", 3, True, False, ("k=1", "k2"), 2)
+    argv, environ = to_argv(given), to_environ(given)
     assert not any("secret" in text for text in argv)
     assert environ == {"KVFERRY_SECRET": "k=1,k2"}
     assert read(*argv, **environ) == given
 
 
-def test_only_what_is_named_is_handed_on() -> None:
-    assert to_argv(Example(), ["port", "length"]) == ["--port=8000"]
+def test_only_what_is_no_default_is_handed_on() -> None:
+    given = Example(port=1, color=False, folder=Path("/f"))
+    assert to_argv(given) == ["--port=1", "--no-color", "--folder=/f"]
 
 
 def test_a_secret_that_the_environment_cannot_carry() -> None:
     with pytest.raises(ConfigError, match="--secret has a value with a comma"):
-        to_environ(Example(secret=("a,b",)), ["secret"])
+        to_environ(Example(secret=("a,b",)))
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    level: Literal["low", "high"] = flag("low", "how loud")
+    port: int = flag(1, "a role's")
+    listen: str = flag("here", "where", own=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Another(Role):
+    size: int = flag(5, "how large", minimum=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    port: int = flag(2, "the command's")
+    role: Role = flags_of(Role)
+    another: Another = flags_of(Another)
+
+
+def test_a_command_has_the_flags_of_its_roles(capsys: pytest.CaptureFixture[str]) -> None:
+    def command(*argv: str, **environ: str) -> Command:
+        return parse(Command, argv, environ, prog="command", description="")
+
+    told = command("--level=high", "--port=3", KVFERRY_SIZE="6", KVFERRY_LISTEN="there")
+    assert told == Command(3, Role(level="high"), Another(level="high", size=6))
+    with pytest.raises(ConfigError, match="unrecognized arguments: --listen=there"):
+        command("--listen=there")
+    with pytest.raises(ConfigError, match="--size is '0', but must be a whole number of at least"):
+        command("--size=0")
+    with pytest.raises(SystemExit):
+        command("--help")
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "  --" in line]
+    assert [line[0] for line in lines] == ["--port", "--level", "--size"]
+    assert lines[0][-2:] == ["command's", "[2]"]
+
+
+def test_what_a_class_adds_is_listed_before_what_it_inherits() -> None:
+    assert list(shown(Another())) == ["size", "level", "port", "listen"]
 
 
 def test_a_child_inherits_no_setting() -> None:

@@ -118,8 +118,8 @@ def test_ten_thousand_malformed_frames_are_a_few_lines(
             assert not list(server.receive())
             turns += server.counters.malformed > before
             assert server.counters.malformed - before <= TURN_MESSAGES, "a turn without end"
-        clock = server.said._clock
-        server.said._clock = lambda: clock() + QUIET_SECONDS
+        clock = server.peer_log._clock
+        server.peer_log._clock = lambda: clock() + QUIET_SECONDS
         server.tick(time.monotonic())
     finally:
         if not known:

@@ -154,7 +154,7 @@ class FakeDecode:
             if storm is not None:
                 for peer in list(self._router.peers.values()):
                     for frames in storm(peer, self._router.incarnation):
-                        self._router._put(peer.identity, frames)
+                        self._router._queue(frames, peer.identity)
             if now >= next_step and self._live and not self.does.hold:
                 next_step = now + self.does.pace
                 for live in list(self._live.values()):

@@ -21,7 +21,7 @@ from kvferry.kvstore.wire.client import LinkState, Received
 from kvferry.kvstore.wire.codec import AnyMessage
 from kvferry.kvstore.wire.hello import Welcome
 from kvferry.kvstore.wire.server import FromPeer, Peer
-from kvferry.kvstore.wire.sockets import LinkCounters
+from kvferry.kvstore.wire.sockets import SocketCounters
 
 BLOCK = 64
 """As long as a chunk must be, so that a pass of the prefill node computes one block."""
@@ -187,8 +187,8 @@ class FakeServer:
     """A node's socket: each `receive` finds one of the `arriving` lots; peers may be gone."""
 
     def __init__(self) -> None:
-        self.counters = LinkCounters()
-        self.said = Unsaid(logging.getLogger(__name__))
+        self.counters = SocketCounters()
+        self.peer_log = Unsaid(logging.getLogger(__name__))
         self.peers: dict[bytes, Peer] = {}
         self.arriving: list[list[FromPeer]] = []
         self.gone: set[bytes] = set()
