@@ -39,7 +39,7 @@ class Keys:
         Unauthorized
             The request carries no configured key.
         """
-        if self.open:
+        if not self._keys:
             return DEFAULT_TENANT
         offered = _offered(headers)
         if not offered:

@@ -13,13 +13,13 @@ from starlette.responses import Response
 
 from kvferry.gateway.errors import BadRequest, NotFound
 from kvferry.gateway.http.bodies import json_response, read_body
-from kvferry.gateway.http.handlers import version
-from kvferry.gateway.http.middleware import record_of
+from kvferry.gateway.http.handlers import installed_version
 from kvferry.gateway.protocols.common import decode
 from kvferry.gateway.protocols.operator import AbortRequest
 from kvferry.gateway.router.cache import identity
 from kvferry.gateway.router.link import NodeLink
 from kvferry.gateway.service import Gateway
+from kvferry.gateway.telemetry.access_log import record_of
 from kvferry.kvstore.process.settings import shown
 from kvferry.kvstore.store.figures import by_tier
 
@@ -28,7 +28,7 @@ async def server_info(gateway: Gateway, request: Request) -> Response:
     shape = gateway.nodes.shape
     return json_response(
         {
-            "version": version(),
+            "version": installed_version(),
             "model": gateway.model.name,
             "served_model_names": list(gateway.model.names),
             "started": int(gateway.started),

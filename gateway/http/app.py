@@ -15,11 +15,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from kvferry.gateway.errors import ApiError, NotSupported, from_http, to_response
-from kvferry.gateway.http.endpoints import ENDPOINTS, Endpoint, access_of
-from kvferry.gateway.http.handlers import version
-from kvferry.gateway.http.middleware import RequestMiddleware, record_of
+from kvferry.gateway.http.endpoints import ENDPOINTS, Endpoint
+from kvferry.gateway.http.handlers import installed_version
+from kvferry.gateway.http.middleware import RequestMiddleware
 from kvferry.gateway.http.openapi import document
 from kvferry.gateway.service import Gateway
+from kvferry.gateway.telemetry.access_log import record_of
 
 
 def build_app(gateway: Gateway) -> Starlette:
@@ -35,12 +36,12 @@ def build_app(gateway: Gateway) -> Starlette:
 
     app = Starlette(
         routes=[_route(gateway, one, path) for one in ENDPOINTS for path in one.paths],
-        middleware=[Middleware(RequestMiddleware, gateway=gateway, access_of=access_of)],
+        middleware=[Middleware(RequestMiddleware, gateway=gateway)],
         exception_handlers={ApiError: _on_api_error, HTTPException: _on_http_error},
         lifespan=lifespan,
     )
     app.router.redirect_slashes = False
-    app.state.document = orjson.dumps(document(version(), ENDPOINTS))
+    app.state.document = orjson.dumps(document(installed_version(), ENDPOINTS))
     return app
 
 

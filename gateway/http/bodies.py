@@ -1,6 +1,6 @@
 """The bodies of requests and answers, as bytes.
 
-Owns what is taken from a client: JSON, uncompressed, within the limit. What it says is for others.
+Owns what a client may send: JSON, uncompressed, within the limit. What it means is for others.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ async def read_body(gateway: Gateway, request: Request) -> bytearray:
     if request.headers.get("content-encoding", "identity") != "identity":
         raise NotJson("The body must not be compressed.")
     limit = gateway.config.max_request_bytes
-    too_large = TooLarge(f"The body is larger than {limit} bytes, the limit of this server.")
+    too_large = f"The body is larger than {limit} bytes, the limit of this server."
     announced = request.headers.get("content-length", "")
     waits = request.headers.get("expect", "").lower() == "100-continue"
     if waits and announced.isdigit() and int(announced) > limit:
-        raise too_large
+        raise TooLarge(too_large)
     body, size = bytearray(), 0
     try:
         async for part in request.stream():
@@ -52,7 +52,7 @@ async def read_body(gateway: Gateway, request: Request) -> bytearray:
     except ClientDisconnect as error:
         raise ClientGone from error
     if size > limit:
-        raise too_large
+        raise TooLarge(too_large)
     return body
 
 

@@ -68,8 +68,8 @@ async def pin(gateway: Gateway, request: Request) -> Response:
     chain = await _chain(gateway, request)
     if chain.ttl is None:
         raise BadRequest("Give the ttl of the pin, in seconds.", param="ttl")
-    told = await cache.pin(gateway.nodes, chain.packed, chain.ttl)
-    return json_response(told | {"ttl": chain.ttl})
+    answer = await cache.pin(gateway.nodes, chain.packed, chain.ttl)
+    return json_response(answer | {"ttl": chain.ttl})
 
 
 async def unpin(gateway: Gateway, request: Request) -> Response:

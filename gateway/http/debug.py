@@ -124,8 +124,8 @@ def _read(reply: bytes | None) -> dict[str, Any]:
     if reply is None:
         return {"error": f"no answer within {ANSWER_SECONDS:g} s"}
     try:
-        said = orjson.loads(reply)
-        orjson.dumps(said)  # it reads deeper nesting than it writes
+        answer = orjson.loads(reply)
+        orjson.dumps(answer)  # it reads deeper nesting than it writes
     except (orjson.JSONDecodeError, orjson.JSONEncodeError):
-        said = None
-    return said if isinstance(said, dict) else {"error": "an answer that is no JSON object"}
+        answer = None
+    return answer if isinstance(answer, dict) else {"error": "an answer that is no JSON object"}

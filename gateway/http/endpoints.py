@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from enum import Enum, auto
 from functools import partial
 
 from msgspec import Struct
@@ -17,7 +18,6 @@ from starlette.responses import Response
 
 from kvferry.gateway.http import admin, cache, debug, handlers
 from kvferry.gateway.http.generate import generate
-from kvferry.gateway.http.middleware import Access
 from kvferry.gateway.http.render import render
 from kvferry.gateway.protocols.chat import Chat, ChatCompletion, ChatRequest
 from kvferry.gateway.protocols.completions import Completion, CompletionRequest, Completions
@@ -48,6 +48,20 @@ from kvferry.gateway.protocols.tokens import (
 )
 from kvferry.gateway.service import Gateway
 
+
+class Access(Enum):
+    """Who may ask."""
+
+    OPEN = auto()
+    """Everybody. It is logged only where everything is."""
+    TENANT = auto()
+    """Whoever has a key, while any is configured."""
+    OWNER = auto()
+    """The same, for what is theirs; the operator, for what is anybody's."""
+    ADMIN = auto()
+    """The operator."""
+
+
 Handler = Callable[[Gateway, Request], Awaitable[Response]]
 
 
@@ -69,15 +83,17 @@ class Endpoint:
     """Other types that an answer may have."""
     failures: tuple[int, ...] = ()
     """Statuses beside success and what any body may get; 401 and 500 are possible everywhere."""
+    operation: str = ""
+    """What OpenTelemetry calls it, if it is to generate: only that has spans."""
 
 
 ENDPOINTS = (
     Endpoint("POST", ("/v1/chat/completions",), Access.TENANT, "Answer a conversation",
              partial(generate, Chat()), ChatRequest, ChatCompletion, ("text/event-stream",),
-             (404, 499, 501, 503, 504)),
+             (404, 499, 501, 503, 504), operation="chat"),
     Endpoint("POST", ("/v1/completions",), Access.TENANT, "Continue a text",
              partial(generate, Completions()), CompletionRequest, Completion,
-             ("text/event-stream",), (404, 499, 501, 503, 504)),
+             ("text/event-stream",), (404, 499, 501, 503, 504), operation="text_completion"),
     Endpoint("GET", ("/v1/models",), Access.TENANT, "The served model, under each of its names",
              handlers.models, None, ModelList),
     Endpoint("GET", ("/v1/models/{name:path}",), Access.TENANT, "One of them",
@@ -114,7 +130,7 @@ ENDPOINTS = (
     Endpoint("POST", ("/admin/resume",), Access.ADMIN, "Take requests again",
              admin.resume, None, Pause),
     Endpoint("GET", ("/",), Access.OPEN, "What this is", handlers.root, None, Name),
-    Endpoint("GET", ("/version",), Access.OPEN, "Its version", handlers.about, None, Version),
+    Endpoint("GET", ("/version",), Access.OPEN, "Its version", handlers.version, None, Version),
     Endpoint("GET", ("/health",), Access.OPEN, "Whether the process lives", handlers.health),
     Endpoint("GET", ("/ready",), Access.OPEN, "Whether it can answer",
              handlers.ready, None, Readiness, (), (503,)),
@@ -137,14 +153,15 @@ ENDPOINTS = (
     Endpoint("POST", ("/v1/decisions",), Access.TENANT, "The Decisions API", None),
 )  # fmt: skip
 
-_ACCESS = {path: endpoint.access for endpoint in ENDPOINTS for path in endpoint.paths}
+BY_PATH = {path: endpoint for endpoint in ENDPOINTS for path in endpoint.paths}
 _ADMIN_PREFIXES = tuple(
-    {"/" + path.split("/")[1] for path, access in _ACCESS.items() if access is Access.ADMIN}
+    {"/" + path.split("/")[1] for path, one in BY_PATH.items() if one.access is Access.ADMIN}
 )
 
 
 def access_of(path: str) -> Access:
-    """Who may ask for a path; of one that is unknown it is not told that it is to everybody."""
+    """Who may ask for a path; of those that do not exist nobody is told so without a key."""
     if path.startswith(_ADMIN_PREFIXES):
         return Access.ADMIN
-    return _ACCESS.get(path, Access.TENANT)
+    endpoint = BY_PATH.get(path)
+    return Access.TENANT if endpoint is None else endpoint.access

@@ -16,7 +16,6 @@ from starlette.responses import Response
 
 from kvferry.gateway.errors import ApiError
 from kvferry.gateway.http.bodies import json_response, read_body
-from kvferry.gateway.http.middleware import record_of
 from kvferry.gateway.http.sse import DONE, EventStream, event, unless_gone
 from kvferry.gateway.intake.reader import PreparedRequest, ReadPrompts, TextApi, session_name
 from kvferry.gateway.output.choice import Piece
@@ -26,7 +25,7 @@ from kvferry.gateway.protocols.common import Body, Form
 from kvferry.gateway.protocols.completions import Completions
 from kvferry.gateway.router.generation import Generation, Update
 from kvferry.gateway.service import Gateway, Origin
-from kvferry.gateway.telemetry.access_log import Record, log_prompts
+from kvferry.gateway.telemetry.access_log import Record, log_prompts, record_of
 
 
 async def generate(api: TextApi, gateway: Gateway, request: Request) -> Response:

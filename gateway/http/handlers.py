@@ -14,11 +14,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvferry.gateway.http.bodies import json_response, read_body
-from kvferry.gateway.http.middleware import record_of
 from kvferry.gateway.intake.reader import Detokenize, Tokenize
 from kvferry.gateway.router.generation import no_node
 from kvferry.gateway.router.nodes import NoNode
 from kvferry.gateway.service import Gateway
+from kvferry.gateway.telemetry.access_log import record_of
 from kvferry.gateway.telemetry.metrics import CONTENT_TYPE
 
 # -- tokens ----------------------------------------------------------------------------------------
@@ -62,17 +62,17 @@ def _card(gateway: Gateway, name: str) -> dict[str, Any]:
 
 
 @cache
-def version() -> str:
+def installed_version() -> str:
     """What runs here, as it is installed."""
     return metadata.version("kvferry")
 
 
 async def root(gateway: Gateway, request: Request) -> Response:
-    return json_response({"name": "kvferry", "version": version()})
+    return json_response({"name": "kvferry", "version": installed_version()})
 
 
-async def about(gateway: Gateway, request: Request) -> Response:
-    return json_response({"version": version()})
+async def version(gateway: Gateway, request: Request) -> Response:
+    return json_response({"version": installed_version()})
 
 
 async def openapi(gateway: Gateway, request: Request) -> Response:

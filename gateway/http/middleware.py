@@ -10,14 +10,12 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from collections.abc import Callable
-from enum import Enum, auto
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kvferry.gateway.errors import ApiError, EngineFailure, Unauthorized, to_response
+from kvferry.gateway.http.endpoints import BY_PATH, Access, access_of
 from kvferry.gateway.http.sse import ClientGone
 from kvferry.gateway.service import Gateway
 from kvferry.gateway.telemetry.access_log import Record, log_request
@@ -30,33 +28,12 @@ CLIENT_GONE = 499
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:+/=-]{1,128}")
 
 
-class Access(Enum):
-    """Who may ask."""
-
-    OPEN = auto()
-    """Everybody. It is logged only where everything is."""
-    TENANT = auto()
-    """Whoever has a key, while any is configured."""
-    OWNER = auto()
-    """The same, for what is theirs; the operator, for what is anybody's."""
-    ADMIN = auto()
-    """The operator."""
-
-
-def record_of(request: Request) -> Record:
-    """The record of a request that came through the middleware."""
-    record = request.scope["state"]["record"]
-    assert isinstance(record, Record)
-    return record
-
-
 class RequestMiddleware:
-    """ASGI middleware around everything. `access_of` says who may ask for a path, known or not."""
+    """ASGI middleware around everything."""
 
-    def __init__(self, app: ASGIApp, gateway: Gateway, access_of: Callable[[str], Access]) -> None:
+    def __init__(self, app: ASGIApp, gateway: Gateway) -> None:
         self._app = app
         self._gateway = gateway
-        self._access_of = access_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -65,8 +42,9 @@ class RequestMiddleware:
         headers = Headers(scope=scope)
         offered = headers.get("x-request-id", "")
         name = offered if _REQUEST_ID.fullmatch(offered) else f"req-{secrets.token_hex(12)}"
-        record = Record(scope["method"], scope["path"], name)
-        access = self._access_of(record.path)
+        path, endpoint = scope["path"], BY_PATH.get(scope["path"])
+        operation = endpoint.operation if endpoint is not None else ""
+        record, access = Record(scope["method"], path, name, operation), access_of(path)
         scope.setdefault("state", {})["record"] = record
 
         async def send_with_id(message: Message) -> None:

@@ -60,17 +60,17 @@ def _components(endpoints: Sequence[Endpoint]) -> Json:
 def _operation(endpoint: Endpoint, path: str) -> Json:
     there = endpoint.handler is not None
     summary = endpoint.summary if there else f"{endpoint.summary}: to come"
-    told: Json = {"summary": summary, "responses": _responses(endpoint)}
+    described: Json = {"summary": summary, "responses": _responses(endpoint)}
     if endpoint.asks is not None:
         content = {"application/json": {"schema": _ref(endpoint.asks)}}
-        told["requestBody"] = {"required": True, "content": content}
+        described["requestBody"] = {"required": True, "content": content}
     names = [part[1:-1] for part in path.split("/") if part.startswith("{")]
     if names:
-        told["parameters"] = [
+        described["parameters"] = [
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
             for name in names
         ]
-    return told
+    return described
 
 
 def _responses(endpoint: Endpoint) -> Json:

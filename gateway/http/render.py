@@ -16,9 +16,9 @@ from starlette.responses import Response
 from kvferry.gateway.errors import BadRequest
 from kvferry.gateway.http.bodies import json_response
 from kvferry.gateway.http.generate import prepare
-from kvferry.gateway.http.middleware import record_of
 from kvferry.gateway.prompt.prompts import Prompt
 from kvferry.gateway.service import Gateway
+from kvferry.gateway.telemetry.access_log import record_of
 from kvferry.gateway.tokenizer.tokenizer import Tokenizer
 
 ID_BYTES = 4

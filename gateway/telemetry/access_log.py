@@ -11,6 +11,8 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from starlette.requests import Request
+
 from kvferry.gateway.auth import DEFAULT_TENANT
 from kvferry.gateway.router.generation import Generation
 from kvferry.gateway.tokenizer.tokenizer import Tokenizer
@@ -26,6 +28,8 @@ class Record:
     method: str
     path: str
     request_id: str
+    operation: str = ""
+    """What OpenTelemetry calls what the path does, if that is to generate."""
     tenant: str = DEFAULT_TENANT
     status: int = 0
     code: str = ""
@@ -35,6 +39,13 @@ class Record:
     """It came with the operator's key."""
     generation: Generation | None = None
     started: float = field(default_factory=time.monotonic)
+
+
+def record_of(request: Request) -> Record:
+    """The record of a request that came through the middleware."""
+    record = request.scope["state"]["record"]
+    assert isinstance(record, Record)
+    return record
 
 
 def log_request(record: Record, level: int) -> None:

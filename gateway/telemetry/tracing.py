@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 CLOSE_SECONDS = 2.0
 """What the exporter gets for its last spans when the process ends."""
 
@@ -51,7 +50,7 @@ class Tracer:
     def finished(self, record: Record, headers: Mapping[str, str]) -> None:
         """Spans of a request that has just ended; its `traceparent` is their parent."""
         try:
-            if record.path in OPERATIONS:
+            if record.operation:
                 self._trace(record, headers)
         except Exception:
             log.exception("a span was not made")
@@ -61,13 +60,12 @@ class Tracer:
 
         offset = time.time_ns() - int(time.monotonic() * 1e9)
         carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
-        operation = OPERATIONS[record.path]
         span = self._tracer.start_span(
-            f"{operation} {self._model}",
+            f"{record.operation} {self._model}",
             context=self._propagator.extract(carrier),
             kind=SpanKind.SERVER,
             start_time=offset + int(record.started * 1e9),
-            attributes=_attributes(record, operation, self._model),
+            attributes=_attributes(record, self._model),
         )
         if record.code and record.status >= 500:
             span.set_status(Status(StatusCode.ERROR, record.code))
@@ -108,9 +106,9 @@ def open_tracer(endpoint: str | None, model: str) -> Tracer | None:
     return Tracer(OTLPSpanExporter(endpoint=endpoint), model)
 
 
-def _attributes(record: Record, operation: str, model: str) -> dict[str, Any]:
+def _attributes(record: Record, model: str) -> dict[str, Any]:
     found: dict[str, Any] = {
-        "gen_ai.operation.name": operation,
+        "gen_ai.operation.name": record.operation,
         "gen_ai.provider.name": "kvferry",
         "gen_ai.request.model": model,
         "gen_ai.response.model": model,

@@ -1,6 +1,6 @@
 """How tests of the HTTP API ask, and how they read what is answered.
 
-Owns no server: `gateway_rig.py` does. Whoever reads a stream here also checks that it has the form
+Owns no server: `rig.py` does. Whoever reads a stream here also checks that it has the form
 that every stream has.
 """
 
