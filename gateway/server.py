@@ -7,7 +7,6 @@ and lets running requests finish, the second ends at once. It knows no path and 
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import os
 import socket
@@ -27,6 +26,7 @@ from kvferry.gateway.router.nodes import Nodes
 from kvferry.gateway.service import Gateway
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.process.collector import Collector
+from kvferry.kvstore.process.listener import bind, inherited, url
 from kvferry.kvstore.process.logs import set_up_logging
 from kvferry.kvstore.process.process import StatusPipe
 from kvferry.kvstore.process.settings import parse
@@ -56,9 +56,10 @@ def run(argv: Sequence[str]) -> int:
     if not config.decode_node:
         raise ConfigError("no decode node: name one with --decode-node tcp://HOST:PORT")
     status = StatusPipe(config.status_fd)
-    with _listen(config) as listener:
+    fd = config.fd
+    with bind(config.host, config.port) if fd is None else inherited(fd) as listener:
         model = load_model(config, log.info)
-        log.info("serves %s at %s", model.name, _url(listener))
+        log.info("serves %s at %s", model.name, url(listener))
         serve(config, model, listener, status)
     return 0
 
@@ -165,26 +166,3 @@ def _quieten(level: str) -> None:
     logger = logging.getLogger("uvicorn.error")
     logger.setLevel(level.upper() if level == "debug" else logging.WARNING)
     logger.addFilter(lambda line: "without completing response" not in line.getMessage())
-
-
-def _listen(config: GatewayConfig) -> socket.socket:
-    if config.fd is not None:
-        try:
-            return socket.socket(fileno=config.fd)
-        except OSError as error:
-            raise ConfigError(f"--fd {config.fd} is no socket: {error.strerror}") from None
-    try:
-        family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((config.host, config.port), family=family, backlog=2048)
-    except OSError as error:
-        where = f"{config.host} port {config.port}"
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"{where} is in use: choose another --port") from None
-        raise ConfigError(f"cannot listen on {where}: {error.strerror}") from None
-    except OverflowError:
-        raise ConfigError(f"--port is {config.port}, but must be at most 65535") from None
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

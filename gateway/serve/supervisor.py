@@ -12,7 +12,6 @@ gateway. Knows nothing of requests or blocks, and never imports a role: it runs 
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import selectors
@@ -34,6 +33,7 @@ from kvferry.gateway.serve.placement import (
 )
 from kvferry.gateway.serve.restarts import CONFIG_ERROR, ReportReader, Restarts, RoleReport
 from kvferry.kvstore.errors import ConfigError
+from kvferry.kvstore.process.listener import bind, url
 from kvferry.kvstore.process.logs import set_up_logging
 from kvferry.kvstore.process.model_files import content_digest, resolve_model
 from kvferry.kvstore.process.process import (
@@ -94,26 +94,6 @@ def _tell(plan: StorePlan | None) -> None:
 def _about(size: int) -> str:
     whole = size >> 20
     return format_size(whole << 20) if whole else format_size(size)
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """The listening socket; ConfigError if the address cannot be had."""
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=2048)
-    except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(
-                f"port {port} on {host} is in use: stop what listens there, or choose --port"
-            ) from None
-        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror}") from None
-    except OverflowError:
-        raise ConfigError(f"--port is {port}, but must be at most 65535") from None
-
-
-def url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 class _Role:

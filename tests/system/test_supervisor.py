@@ -17,14 +17,15 @@ from pathlib import Path
 import pytest
 
 from kvferry.gateway.serve.restarts import Restarts
-from kvferry.gateway.serve.supervisor import bind
+from kvferry.kvstore.process.listener import bind
 
 LIMIT_S = 20
 SERVE = """
 import logging, sys
 from kvferry.gateway.serve.placement import RoleSpec
-from kvferry.gateway.serve.supervisor import Supervisor, bind
+from kvferry.gateway.serve.supervisor import Supervisor
 from kvferry.kvstore.errors import ConfigError
+from kvferry.kvstore.process.listener import bind
 from kvferry.kvstore.process.logs import set_up_logging
 from kvferry.kvstore.process.process import StopSignal
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +24,6 @@ from kvferry.gateway.serve.placement import (
     store_spec,
 )
 from kvferry.gateway.serve.restarts import ReportReader, Restarts, RoleReport
-from kvferry.gateway.serve.supervisor import bind, url
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.node.config import DecodeConfig, PrefillConfig
 from kvferry.kvstore.process.model_files import ModelFiles
@@ -288,11 +286,3 @@ def test_reports_come_whole_however_they_are_cut() -> None:
     for cut in range(len(data)):
         reader = ReportReader()
         assert reader.feed(data[:cut]) + reader.feed(data[cut:]) == whole
-
-
-def test_urls() -> None:
-    with bind("127.0.0.1", 0) as listener:
-        assert url(listener) == f"http://127.0.0.1:{listener.getsockname()[1]}"
-    if socket.has_ipv6:
-        with bind("::1", 0) as listener:
-            assert url(listener).startswith("http://[::1]:")
