@@ -72,55 +72,55 @@ class Node:
             transfer=transfer,
         )
         self._pool = pool
-        self.until(lambda: self.client.room > 0)
+        self.until(lambda: self.client.puts.stock)
 
     def until(self, condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + LIMIT_S
         poller = zmq.Poller()
-        for socket in self.client.sockets:
+        for socket in self.client.link.sockets:
             poller.register(socket, zmq.POLLIN)
         while not condition():
             if time.monotonic() > deadline:
                 raise TimeoutError("the store does not answer")
             self.client.turn()
             if not condition():
-                poller.poll(5) if self.client.sockets else time.sleep(0.01)
+                poller.poll(5) if self.client.link.sockets else time.sleep(0.01)
 
     def put(self, keys: list[bytes]) -> None:
         done = 0
         while done < len(keys):
-            self.until(lambda: self.client.room > 0)
+            self.until(lambda: self.client.puts.stock)
             done += self._put_some(keys, done)
 
     def _put_some(self, keys: list[bytes], done: int) -> int:
         parent = keys[done - 1] if done else bytes(16)
-        rest = keys[done : done + self.client.room]
-        return self.client.put(
+        rest = keys[done : done + len(self.client.puts.stock)]
+        return self.client.puts.put(
             tenant_key("bench"), parent, done, rest, lambda index: self._pool[done + index].data
         )
 
-    def load(self, keys: list[bytes]) -> tuple[int, int]:
+    def fetch(self, keys: list[bytes]) -> tuple[int, int]:
         """Into the pool; how many blocks came from memory and from disk."""
-        load = self.client.fetch(keys, deadline_s=LIMIT_S)
+        fetch = self.client.fetches.fetch(keys, deadline_s=LIMIT_S)
 
         def write(view: memoryview) -> memoryview:
-            row = memoryview(self._pool[load.taken])
+            row = memoryview(self._pool[fetch.taken])
             row[:] = view
             return row
 
-        while not load.ended:
-            self.until(lambda: load.ready or load.ended)
-            while load.ready:
-                load.take(write)
-        if load.taken != len(keys):
-            raise RuntimeError(f"{load.taken} of {len(keys)} blocks came: {load.ended}")
-        return load.from_host, load.from_disk
+        while not fetch.ended:
+            self.until(lambda: fetch.ready or fetch.ended)
+            while fetch.ready:
+                self.client.fetches.take(fetch, write)
+        if fetch.taken != len(keys):
+            raise RuntimeError(f"{fetch.taken} of {len(keys)} blocks came: {fetch.ended}")
+        return fetch.from_host, fetch.from_disk
 
     def settle(self) -> None:
         """Until everything is on disk."""
         unwritten = 1
         while unwritten:
-            asked = self.client.care("stats")
+            asked = self.client.admin("stats")
             self.until(lambda asked=asked: asked.answer is not None)  # type: ignore[misc]
             unwritten = asked.answer["disk"]["unwritten_bytes"]
 
@@ -175,7 +175,7 @@ def measure(folder: Path, block_bytes: int, blocks: int) -> dict[str, float]:
     shared[:] = pool
     for _ in range(ROUNDS):
         copy = rate(size, lambda: memcpy(shared, other))
-        load = rate(size, lambda: node.load(keys))
+        load = rate(size, lambda: node.fetch(keys))
         note("memcpy", rate(size, lambda: memcpy(pool, other)))
         note("memcpy, shared memory", copy)
         note("checksum", rate(size, lambda: checksums(pool)))
@@ -183,9 +183,9 @@ def measure(folder: Path, block_bytes: int, blocks: int) -> dict[str, float]:
         note("load of memcpy", load / copy)
     node.close(kill=True)
     inline = Node(folder, pool, "inline")
-    inline.load(keys)
+    inline.fetch(keys)
     for _ in range(3):
-        note("load host, inline", rate(size, lambda: inline.load(keys)))
+        note("load host, inline", rate(size, lambda: inline.fetch(keys)))
     inline.close(kill=True)
     for name in ("load disk, page cache", "load disk, dropped"):
         for _ in range(3):
@@ -209,7 +209,7 @@ def judge_load(figures: Mapping[str, float]) -> Verdict:
 
 
 def _timed_load(node: Node, size: int, keys: list[bytes]) -> float:
-    return rate(size, lambda: node.load(keys))
+    return rate(size, lambda: node.fetch(keys))
 
 
 def main() -> int:

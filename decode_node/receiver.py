@@ -112,6 +112,7 @@ class Receiver:
             return
         sequence = transfer.owner
         tokens = sequence.tokens[: transfer.last * self._engine.spec.block_size]
+        arena = 0 if self._store is None or sequence.inline else self._store.link.mapped
         offer = Offer(
             transfer.number,
             transfer.epoch,
@@ -123,7 +124,7 @@ class Receiver:
             sequence.request.message.priority,
             sequence.request.message.root,
             sequence.request.message.tenant,
-            0 if sequence.inline or self._store is None else self._store.incarnation,
+            arena,
         )
         if link.send(offer):
             transfer.offered = True
@@ -249,7 +250,7 @@ class Receiver:
     def _is_in_store(self, transfer: Transfer[Sequence], message: Blocks | Lent) -> bool:
         """Whether what a message brought comes to our store without us: it was lent from there,
         or the prefill node offers it there. Without a store everything is where it can be."""
-        ours = 0 if self._store is None else self._store.attached_to
+        ours = 0 if self._store is None else self._store.link.incarnation
         if not ours or isinstance(message, Lent):
             return True
         return transfer.accepted is not None and transfer.accepted.store == ours
@@ -292,7 +293,7 @@ class Receiver:
             return self._engine.read(to)
 
         lent = SlotRef(message.store, message.slots[index], expected)
-        return self._store.copy(lent, write)
+        return self._store.fetches.copy(lent, write)
 
     def _land(self, transfer: Transfer[Sequence], index: int) -> None:
         """Takes over a block that is written and verified. Blocks become findable in order only:

@@ -52,9 +52,9 @@ class Lending:
     ) -> list[SlotRef]:
         """Copies the leading ones of these blocks into slots; none if the peer cannot read them."""
         store = self._store
-        if store is None or not job.store or job.store != store.incarnation:
+        if store is None or not job.store or job.store != store.link.mapped:
             return []
-        refs = store.ship(job.tenant, parent, first, keys, read)
+        refs = store.puts.ship(job.tenant, parent, first, keys, read)
         if refs:
             key = (job.peer.identity, job.number, job.epoch)
             now = self._clock()
@@ -102,4 +102,4 @@ class Lending:
 
     def _let_go(self, refs: Sequence[SlotRef]) -> None:
         if refs and self._store is not None:
-            self._store.let_go(refs)
+            self._store.puts.let_go(refs)

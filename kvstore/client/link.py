@@ -41,7 +41,11 @@ class StoreLink:
         self.block_bytes = block_bytes
         self.client: Client | None = None
         self.attached: Attached | None = None
-        """What the store has said of its slots, once it is known how blocks travel."""
+        """What the store has said of its slots; None: no store takes blocks."""
+        self.incarnation = 0
+        """Of the store that takes blocks, whichever way; 0: none does."""
+        self.mapped = 0
+        """The same if its arena is mapped; 0: blocks travel in messages."""
         self._connect = connect
         self._may_map = may_map
         self._must_map = must_map
@@ -51,46 +55,30 @@ class StoreLink:
         self._unmapped: list[SharedMemory] = []
         """Arenas of dead stores of which somebody still holds a view."""
 
-    @property
-    def shared(self) -> bool:
-        """Whether the arena is mapped."""
-        return self._arena is not None
-
-    @property
-    def incarnation(self) -> int:
-        """Of the store at the other end; 0: none is."""
-        return 0 if self.client is None else self.client.server_incarnation
+    # -- driving --------------------------------------------------------------------------------
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
-        """What to poll for reading."""
+        """What to poll for reading; another list after each turn."""
         return [] if self.client is None else [self.client.socket, self.client.monitor]
 
-    # -- driving --------------------------------------------------------------------------------
-
     def receive(self, now: float) -> Iterator[Received]:
-        """What has come; without a link nothing, and another one is made when it is due."""
-        if self.client is not None:
-            self.client.tick(now)
-            yield from self.client.receive()
-        elif now >= self._retry_at:
+        """What has come. A link is made when one is due, and attaches until there is an answer."""
+        if self.client is None:
+            if now < self._retry_at:
+                return
             self.client = self._connect()
-            self.client.tick(now)
+        self.client.tick(now)
+        yield from self.client.receive()
+        ready = self.client.state is LinkState.READY
+        if ready and self.attached is None and now >= self._attach_at:
+            self._attach_at = now + ATTACH_AGAIN_SECONDS
+            self.send(Attach(self.block_bytes, shared=self._may_map))
 
     @property
     def over(self) -> bool:
         """Whether the link has ended: `drop` it."""
-        return self.client is not None and self.client.state in (
-            LinkState.DEAD,
-            LinkState.REFUSED,
-        )
-
-    def tick(self, now: float) -> None:
-        """Attaches, and asks again as long as there is no answer."""
-        ready = self.client is not None and self.client.state is LinkState.READY
-        if ready and self.attached is None and now >= self._attach_at:
-            self._attach_at = now + ATTACH_AGAIN_SECONDS
-            self.send(Attach(self.block_bytes, shared=self._may_map))
+        return self.client is not None and self.client.state in (LinkState.DEAD, LinkState.REFUSED)
 
     def send(self, message: AnyMessage, payloads: Sequence[bytes | memoryview] = ()) -> bool:
         """False when there is nobody to send it to."""
@@ -99,14 +87,11 @@ class StoreLink:
     def map(self, attached: Attached) -> None:
         """The store has answered: maps its arena if it may and can be had."""
         assert self.client is not None
-        arena = None
+        incarnation, arena = self.client.server_incarnation, None
         if attached.path:
             try:
                 arena = SharedMemory.attach(
-                    Path(attached.path),
-                    self.incarnation,
-                    attached.slot_bytes,
-                    attached.lane,
+                    Path(attached.path), incarnation, attached.slot_bytes, attached.lane
                 )
             except ArenaUnavailable as error:
                 say = log.error if self._must_map else log.info
@@ -116,13 +101,15 @@ class StoreLink:
         if arena is not None:
             arena.prefault()
         self._arena, self.attached = arena, attached
+        self.incarnation, self.mapped = incarnation, 0 if arena is None else incarnation
         self.send(Mapped(arena is not None))
 
     # -- one block ------------------------------------------------------------------------------
 
     def copy_in(self, slot: int, payload: bytes | memoryview) -> int:
         """The checksum is of the source: it is what the copy will be compared with."""
-        view = self._slot(slot)
+        assert self._arena is not None and self.attached is not None
+        view = self._arena.slot(slot, self.attached.slot_bytes, self.block_bytes)
         view[:] = payload
         total = checksum(payload)
         view.release()
@@ -130,17 +117,13 @@ class StoreLink:
 
     def copy_out(self, slot: int, total: int, write: Write) -> bool:
         """False when the copy is not what it should be, or nothing is mapped any more."""
-        if self._arena is None:
+        if self._arena is None or self.attached is None:
             return False
-        view = self._slot(slot)
+        view = self._arena.slot(slot, self.attached.slot_bytes, self.block_bytes)
         try:
             return checksum(write(view)) == total
         finally:
             view.release()
-
-    def _slot(self, slot: int) -> memoryview:
-        assert self._arena is not None and self.attached is not None
-        return self._arena.slot(slot, self.attached.slot_bytes, self.block_bytes)
 
     # -- ending ---------------------------------------------------------------------------------
 
@@ -150,15 +133,13 @@ class StoreLink:
             if self.client.refusal is not None:
                 log.error("the store refuses this node: %s", self.client.refusal)
             self.client.close(linger_ms)
-        self.client, self.attached, self._attach_at = None, None, 0.0
-        self._retry_at = now + RETRY_SECONDS
+        self.client, self.attached = None, None
+        self.incarnation = self.mapped = 0
+        self._attach_at, self._retry_at = 0.0, now + RETRY_SECONDS
         if self._arena is not None:
             self._unmapped.append(self._arena)
             self._arena = None
-        self._unmap()
-
-    def _unmap(self) -> None:
-        """A store that is gone gets its slots back when this has succeeded."""
+        # A store that is gone gets its slots back when this has succeeded.
         for arena in list(self._unmapped):
             try:
                 arena.close()

@@ -20,7 +20,7 @@ Read = Callable[[int], "bytes | memoryview"]
 """The bytes of the n-th block of a call; valid until the next call."""
 
 KNOWN_SECONDS = 30.0
-"""How long a block that was seen in the store is not offered to it again."""
+"""How long a block that was seen in the store is not put there again."""
 MAX_KNOWN = 1 << 16
 KEEPING_SECONDS = 2.0
 """How often a node that ships says what of it is still to be copied."""
@@ -40,7 +40,7 @@ class SlotRef:
     checksum: int
 
 
-class Known:
+class KnownBlocks:
     """Blocks that were seen in the store a moment ago."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -70,17 +70,11 @@ class Known:
 class Puts:
     """Granted slots and what becomes of them."""
 
-    def __init__(
-        self,
-        link: StoreLink,
-        known: Known,
-        counters: Counter[str],
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, link: StoreLink, counters: Counter[str], clock: Callable[[], float]) -> None:
         self.stock: deque[int] = deque()
-        """Slots that this node may write."""
+        """Slots that this node may write: so many blocks `put` would take now."""
+        self.known = KnownBlocks(clock)
         self._link = link
-        self._known = known
         self._counters = counters
         self._clock = clock
         self._lent: set[int] = set()
@@ -103,8 +97,7 @@ class Puts:
         elif self._link.attached is not None and now >= self._holding_at:
             self._holding_at = now + HOLDING_SECONDS
             self._link.send(Holding(self._grants, ()))
-        due = self._keeping_at <= now < self._keep_until
-        if self._link.attached is not None and due:
+        if self._link.attached is not None and self._keeping_at <= now < self._keep_until:
             self._keeping_at = now + KEEPING_SECONDS
             self._link.send(Keeping(tuple(self._lent)))
 
@@ -116,26 +109,41 @@ class Puts:
         """The store is gone, and all its slots with it."""
         self._lent.clear()
         self.stock.clear()
+        self.known.clear()
         self._grants = 0
 
     def put(
         self, tenant: bytes, parent: bytes, depth: int, keys: Sequence[bytes], read: Read
     ) -> int:
-        """`StoreClient.put`, which says what everything means."""
+        """Puts consecutive finished blocks of one chain; never waits.
+
+        Parameters
+        ----------
+        tenant
+            16 bytes that `clear` can name: `keys.tenant_key`.
+        parent
+            Key of the block before the first one, or the root.
+        depth
+            How many blocks come before the first one.
+        read
+            Called with 0 … n - 1 for the blocks that are written.
+
+        Returns how many of them the store has now or had; the rest is dropped and counted.
+        """
         done = 0
         while done < len(keys):
-            if keys[done] in self._known:
+            if keys[done] in self.known:
                 done += 1
                 continue
-            run = done
-            while run < len(keys) and keys[run] not in self._known:
-                run += 1
-            above = keys[done - 1] if done else parent
-            placed = self._write(tenant, above, depth + done, keys[done:run], _behind(read, done))
-            done += len(placed)
-            if done < run:
-                self._counters["puts_dropped"] += len(keys) - done
-                break
+            start = done
+            while done < len(keys) and keys[done] not in self.known:
+                done += 1
+            above = keys[start - 1] if start else parent
+            run = keys[start:done]
+            written = len(self._write(tenant, above, depth + start, run, read, start))
+            if start + written < done:
+                self._counters["puts_dropped"] += len(keys) - start - written
+                return start + written
         return done
 
     def ship(
@@ -146,7 +154,7 @@ class Puts:
         As `put`, but a block is written even if the store has it. Returns where the leading blocks
         are; fewer than were given, or none, when the rest must travel inline.
         """
-        if not self._link.shared:
+        if not self._link.mapped:
             return []
         refs = self._write(tenant, parent, depth, keys, read, hold=True)
         self._lent.update(ref.slot for ref in refs)
@@ -168,16 +176,18 @@ class Puts:
         depth: int,
         keys: Sequence[bytes],
         read: Read,
+        first: int = 0,
         *,
         hold: bool = False,
     ) -> list[SlotRef]:
+        """Commits leading ones of these blocks, as far as there are slots; `read` from `first`."""
         count = min(len(keys), len(self.stock))
         if not count or self._link.attached is None:
             return []
         refs, payloads = [], []
         for index in range(count):
-            slot, payload = self.stock.popleft(), read(index)
-            if not self._link.shared:
+            slot, payload = self.stock.popleft(), read(first + index)
+            if not self._link.mapped:
                 payloads.append(bytes(payload))
                 total = checksum(payloads[-1])
             else:
@@ -191,15 +201,11 @@ class Puts:
             tuple(ref.slot for ref in refs),
             tuple(ref.checksum for ref in refs),
             hold,
-            not self._link.shared,
+            not self._link.mapped,
         )
         if not self._link.send(message, payloads):
             return []
         self._counters["puts"] += count
         for key in keys[:count]:
-            self._known.add(key)
+            self.known.add(key)
         return refs
-
-
-def _behind(read: Read, start: int) -> Read:
-    return lambda index: read(start + index)

@@ -41,7 +41,7 @@ from kvferry.kvstore.wire.store import (
     CancelFetch,
     Commit,
     Damaged,
-    Fetch,
+    FetchRequest,
     GiveBack,
     Holding,
     Keeping,
@@ -290,7 +290,7 @@ class StoreNode:
                 case Locate(number, keys):
                     tiers = storage.tiers.locate(split_keys(keys))
                     self._server.send(member.peer, Located(number, tiers))
-                case Fetch():
+                case FetchRequest():
                     self._traffic.fetch(storage, member, message, now)
                 case Taken(number, count):
                     handed = storage.tiers.took(owner, number, count, now)

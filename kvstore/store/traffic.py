@@ -15,7 +15,7 @@ from kvferry.kvstore.store.storage import ModelStorage
 from kvferry.kvstore.tiers.block import Block
 from kvferry.kvstore.tiers.cache import Handed
 from kvferry.kvstore.wire.server import Server
-from kvferry.kvstore.wire.store import Commit, Delivered, Fetch, FetchEnded, Leased
+from kvferry.kvstore.wire.store import Commit, Delivered, FetchEnded, FetchRequest, Leased
 
 MESSAGE_BYTES = 4 << 20
 MAX_DEADLINE_S = 3600.0
@@ -68,7 +68,9 @@ class Traffic:
             view.release()
         return True
 
-    def fetch(self, storage: ModelStorage, member: Member, message: Fetch, now: float) -> None:
+    def fetch(
+        self, storage: ModelStorage, member: Member, message: FetchRequest, now: float
+    ) -> None:
         """Begins a load."""
         keys = split_keys(message.keys)
         window = min(message.window, max(1, storage.tiers.host.num_slots // 2))

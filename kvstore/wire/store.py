@@ -5,7 +5,7 @@ that were granted to it, and fetches a chain whose blocks are leased to it, or s
 time. This module knows neither the tiers nor the requests that the blocks are for.
 
     node → store      Attach  Mapped  Holding  Keeping  GiveBack  Commit  Release  Locate
-                      Fetch  Taken  CancelFetch  Damaged
+                      FetchRequest  Taken  CancelFetch  Damaged
     store → node      Attached  Granted  Located  Leased  Delivered  FetchEnded
     gateway → store   CacheRequest
     store → gateway   CacheReply
@@ -21,7 +21,7 @@ from kvferry.kvstore.wire.message import Count, Key, Message, Raw, Seconds, Slot
 
 
 class Attach(Message, frozen=True, array_like=True, tag=50):
-    """A node wants to put and load blocks of this size."""
+    """A node wants to put and fetch blocks of this size."""
 
     block_bytes: Annotated[int, Meta(ge=1, le=1 << 31)]
     shared: bool
@@ -109,7 +109,7 @@ class Located(Message, frozen=True, array_like=True, tag=58):
     tiers: Raw
 
 
-class Fetch(Message, frozen=True, array_like=True, tag=59):
+class FetchRequest(Message, frozen=True, array_like=True, tag=59):
     """A request wants this chain, and the bytes of its blocks from `first` on."""
 
     number: Count
@@ -167,7 +167,7 @@ class Damaged(Message, frozen=True, array_like=True, tag=65):
 
 
 class CacheRequest(Message, frozen=True, array_like=True, tag=66):
-    """Care of the cache: `stats`, `inspect`, `clear`, `pin`, `unpin`, `prefetch`."""
+    """Administration of the cache: `stats`, `inspect`, `clear`, `pin`, `unpin`, `prefetch`."""
 
     number: Count
     action: Text
@@ -187,6 +187,6 @@ class CacheReply(Message, frozen=True, array_like=True, tag=67):
 
 StoreMessage = (
     Attach | Attached | Mapped | Granted | Holding | Keeping | GiveBack | Commit | Release
-    | Locate | Located | Fetch | Leased | Delivered | Taken | FetchEnded | CancelFetch | Damaged
-    | CacheRequest | CacheReply
+    | Locate | Located | FetchRequest | Leased | Delivered | Taken | FetchEnded | CancelFetch
+    | Damaged | CacheRequest | CacheReply
 )  # fmt: skip

@@ -18,7 +18,7 @@ import pytest
 import zmq
 
 from kvferry.kernels.engines.standin import StandinConfig, standin_reply
-from kvferry.kvstore.client.client import Asked, StoreClient, Transfer
+from kvferry.kvstore.client.client import Question, StoreClient, Transfer
 from kvferry.kvstore.keys import tenant_key
 from kvferry.kvstore.wire.client import Client
 from kvferry.kvstore.wire.codec import PROTOCOL
@@ -61,7 +61,7 @@ class Store:
             BLOCK_BYTES,
             transfer=transfer,
         )
-        turn_until(client, lambda: client.room > 0)
+        turn_until(client, lambda: client.puts.stock)
         return client
 
     def stop(self) -> tuple[int, str]:
@@ -86,7 +86,7 @@ def command(folder: Path) -> list[str]:
             f"--arena-dir={folder}", "--store-ram=64MiB", "--store-disk=64MiB"]  # fmt: skip
 
 
-def turn_until(client: StoreClient, condition: Callable[[], bool]) -> None:
+def turn_until(client: StoreClient, condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + LIMIT_S
     while not condition():
         assert time.monotonic() < deadline, "the store says nothing"
@@ -94,7 +94,7 @@ def turn_until(client: StoreClient, condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def answer(client: StoreClient, asked: Asked) -> Any:
+def answer(client: StoreClient, asked: Question) -> Any:
     turn_until(client, lambda: asked.answer is not None)
     return asked.answer
 
@@ -107,9 +107,9 @@ def test_a_clean_stop_writes_what_was_put_last(tmp_path: Path, transfer: Transfe
         client = store.node(transfer)
         keys = chain_keys("last", 900)
         read = [payload_of(key) for key in keys]
-        turn_until(client, lambda: client.room >= len(keys))
+        turn_until(client, lambda: len(client.puts.stock) >= len(keys))
         store.process.send_signal(signal.SIGSTOP)  # so that nothing is read before its end
-        assert client.put(tenant_key("a"), ROOT, 0, keys, lambda at: read[at]) == len(keys)
+        assert client.puts.put(tenant_key("a"), ROOT, 0, keys, lambda at: read[at]) == len(keys)
         client.close()
         store.process.send_signal(signal.SIGTERM)
         store.process.send_signal(signal.SIGCONT)
@@ -122,14 +122,14 @@ def test_a_clean_stop_writes_what_was_put_last(tmp_path: Path, transfer: Transfe
         client = again.node(transfer)
         turn_until(
             client,
-            lambda: answer(client, client.care("stats"))["gauges"]["recovering_segments"] == 0,
+            lambda: answer(client, client.admin("stats"))["gauges"]["recovering_segments"] == 0,
         )
-        load, reader = client.fetch(keys, deadline_s=LIMIT_S), Reader()
-        while not load.ended:
-            turn_until(client, lambda: load.ready > 0 or bool(load.ended))
-            while load.ready:
-                assert load.take(reader.write)
-        assert (load.ended, load.from_disk) == ("complete", len(keys))
+        fetch, reader = client.fetches.fetch(keys, deadline_s=LIMIT_S), Reader()
+        while not fetch.ended:
+            turn_until(client, lambda: fetch.ready or fetch.ended)
+            while fetch.ready:
+                assert client.fetches.take(fetch, reader.write)
+        assert (fetch.ended, fetch.from_disk) == ("complete", len(keys))
         assert reader.blocks == read
         client.close()
         assert again.stop()[0] == 0

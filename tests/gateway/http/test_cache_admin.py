@@ -124,8 +124,8 @@ def test_damage_that_a_test_hook_makes_is_found_and_counted(rig: Rig, store: Sto
     faults = {"node": "store-0", "store": {"damage_host": 1}}
     told = rig.post("/debug/faults", faults, headers=ADMIN).json()
     assert "error" not in told["nodes"][0], told
-    load, _ = store.do(lambda: store.rig.load(store.node, keys))
-    assert load.ended == "damaged" and load.taken < len(keys)
+    fetch, _ = store.do(lambda: store.rig.fetch(store.node, keys))
+    assert fetch.ended == "damaged" and fetch.taken < len(keys)
     store.do(store.rig.settle)
     (kept,) = [row for row in ask_get(rig, "/admin/cache/stats")["nodes"] if "gauges" in row]
     assert kept["counters"]["host_damaged"] == before + 1

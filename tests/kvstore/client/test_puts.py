@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvferry.kvstore.client.puts import KNOWN_SECONDS, MAX_KNOWN, Known
+from kvferry.kvstore.client.puts import KNOWN_SECONDS, MAX_KNOWN, KnownBlocks
 
 
 class Clock:
@@ -18,7 +18,7 @@ def key(number: int) -> bytes:
 
 def test_what_was_seen_is_known_for_a_while_and_costs_no_memory_then() -> None:
     clock = Clock()
-    known = Known(clock)
+    known = KnownBlocks(clock)
     for number in range(100):
         known.add(key(number))
         clock.now += KNOWN_SECONDS / 10
@@ -36,7 +36,7 @@ def test_what_was_seen_is_known_for_a_while_and_costs_no_memory_then() -> None:
 
 
 def test_the_oldest_goes_when_there_are_too_many() -> None:
-    known = Known(Clock())
+    known = KnownBlocks(Clock())
     for number in range(MAX_KNOWN + 10):
         known.add(key(number))
     assert len(known) == MAX_KNOWN

@@ -1,4 +1,4 @@
-"""The store through a node's eyes: put, load, ship, clear, pin, and find again after a restart."""
+"""The store through a node's eyes: put, fetch, ship, clear, pin, and find again after a restart."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def test_what_was_put_is_loaded(make_rig: MakeRig, transfer: Transfer) -> None:
     client = rig.client(transfer)
     keys = chain_keys("x", 20)
     assert rig.put(client, keys) == 20
-    load, _ = rig.load(client, keys)
-    assert (load.ended, load.taken, load.from_host) == ("complete", 20, 20)
-    load, _ = rig.load(client, [*keys, *chain_keys("y", 3)], first=5)
-    assert (load.ended, load.taken) == ("short", 15)
-    assert client.shared is (transfer == "arena")
-    load, _ = rig.load(client, [])
-    assert (load.ended, load.taken) == ("complete", 0)
+    fetch, _ = rig.fetch(client, keys)
+    assert (fetch.ended, fetch.taken, fetch.from_host) == ("complete", 20, 20)
+    fetch, _ = rig.fetch(client, [*keys, *chain_keys("y", 3)], first=5)
+    assert (fetch.ended, fetch.taken) == ("short", 15)
+    assert bool(client.link.mapped) is (transfer == "arena")
+    fetch, _ = rig.fetch(client, [])
+    assert (fetch.ended, fetch.taken) == ("complete", 0)
 
 
 @pytest.mark.A5
@@ -60,9 +60,9 @@ def test_a_prompt_larger_than_the_arena_passes_through_it(
         rig.put(client, keys[:done], start=done - 2)
         rig.settle()
     assert rig.counters["disk_writes"] == 100
-    load, _ = rig.load(client, keys)
-    assert (load.ended, load.taken) == ("complete", 100)
-    assert load.from_disk > 50
+    fetch, _ = rig.fetch(client, keys)
+    assert (fetch.ended, fetch.taken) == ("complete", 100)
+    assert fetch.from_disk > 50
     assert rig.bytes_on_disk() == rig.storage.tiers.disk.index.used  # type: ignore[union-attr]
 
 
@@ -72,9 +72,9 @@ def test_two_nodes_share_what_one_of_them_put(make_rig: MakeRig) -> None:
     keys = chain_keys("x", 12)
     rig.put(writer, keys)
     rig.settle()
-    load, _ = rig.load(reader, keys)
-    assert load.taken == 12
-    assert reader.put(TENANT, keys[3], 4, keys[4:], lambda index: pytest.fail("read")) == 8, (
+    fetch, _ = rig.fetch(reader, keys)
+    assert fetch.taken == 12
+    assert reader.puts.put(TENANT, keys[3], 4, keys[4:], lambda index: pytest.fail("read")) == 8, (
         "what a node has just loaded it does not offer again"
     )
 
@@ -85,8 +85,8 @@ def test_a_tenant_hits_only_its_own(make_rig: MakeRig) -> None:
     client = rig.client()
     mine, theirs = chain_keys("p", 4, tenant="a"), chain_keys("p", 4, tenant="b")
     rig.put(client, mine)
-    assert rig.load(client, mine)[0].taken == 4
-    assert rig.load(client, theirs)[0].taken == 0
+    assert rig.fetch(client, mine)[0].taken == 4
+    assert rig.fetch(client, theirs)[0].taken == 0
     assert tenant_key("a") != tenant_key("b") != tenant_key("")
 
 
@@ -97,24 +97,24 @@ def test_a_shipment_is_a_slot_until_it_is_let_go(make_rig: MakeRig) -> None:
     for _ in range(
         2
     ):  # the second time the store has the blocks, and they are shipped all the same
-        rig.until(lambda: prefill.room >= 3)
-        refs = prefill.ship(TENANT, b"\0" * 16, 0, keys, lambda index: payload_of(keys[index]))
+        rig.until(lambda: len(prefill.puts.stock) >= 3)
+        refs = prefill.puts.ship(TENANT, b"\0" * 16, 0, keys, lambda index: payload_of(keys[index]))
         assert len(refs) == 3
         reader = Reader()
-        assert all(decode.copy(ref, reader.write) for ref in refs)
+        assert all(decode.fetches.copy(ref, reader.write) for ref in refs)
         assert reader.blocks == [payload_of(key) for key in keys]
         rig.settle()
         assert rig.storage.tiers.ledger()["held"] == 3
-        prefill.let_go(refs)
+        prefill.puts.let_go(refs)
         rig.settle()
         assert rig.storage.tiers.ledger()["held"] == 0
     assert rig.storage.tiers.host.num_resident == 3
     old = SlotRef(refs[0].store + 1, refs[0].slot, refs[0].checksum)
-    assert not decode.copy(old, reader.write), "another store's slot"
-    assert not decode.copy(SlotRef(refs[0].store, 10**6, 1), reader.write)
-    assert not decode.copy(SlotRef(refs[0].store, refs[0].slot, 1), reader.write)
+    assert not decode.fetches.copy(old, reader.write), "another store's slot"
+    assert not decode.fetches.copy(SlotRef(refs[0].store, 10**6, 1), reader.write)
+    assert not decode.fetches.copy(SlotRef(refs[0].store, refs[0].slot, 1), reader.write)
     inline = rig.client("inline", "prefill")
-    assert inline.ship(TENANT, b"\0" * 16, 0, keys, lambda index: b"") == []
+    assert inline.puts.ship(TENANT, b"\0" * 16, 0, keys, lambda index: b"") == []
 
 
 def test_what_the_store_has_no_room_for_is_dropped_and_counted(make_rig: MakeRig) -> None:
@@ -122,13 +122,13 @@ def test_what_the_store_has_no_room_for_is_dropped_and_counted(make_rig: MakeRig
     client, other = rig.client(), rig.client()
     keys = chain_keys("x", 10)
     rig.put(client, keys)
-    load = other.fetch(keys, deadline_s=60.0)
-    rig.until(lambda: load.ready >= 8)
+    fetch = other.fetches.fetch(keys, deadline_s=60.0)
+    rig.until(lambda: len(fetch.ready) >= 8)
     before = client.counters["puts_dropped"]
     taken = rig.put(client, chain_keys("y", 100), wait=False)
     assert taken < 100 and client.counters["puts_dropped"] - before == 100 - taken
-    load.cancel()
-    rig.until(lambda: client.room > 0)
+    other.fetches.cancel(fetch)
+    rig.until(lambda: client.puts.stock)
     assert rig.put(client, chain_keys("z", 12)) == 12, "usable again"
 
 
@@ -141,28 +141,28 @@ def test_clear_pin_prefetch_and_inspect(make_rig: MakeRig) -> None:
     kept, other = chain_keys("kept", 4), chain_keys("other", 40, tenant="b")
     rig.put(client, kept)
     rig.settle()
-    assert rig.answer(client.care("pin", keys=kept, seconds=60.0)) == {"pinned": 4}
+    assert rig.answer(client.admin("pin", keys=kept, seconds=60.0)) == {"pinned": 4}
     for done in range(2, 41, 2):
         rig.put(client, other[:done], start=done - 2, tenant=tenant_key("b"))
         rig.settle()
     assert rig.answer(client.locate(kept)) == "hhhh"
-    assert rig.answer(client.care("unpin", keys=kept)) == {"unpinned": 4}
-    tiers = rig.answer(client.care("inspect", keys=other))["tiers"]  # type: ignore[index]
+    assert rig.answer(client.admin("unpin", keys=kept)) == {"unpinned": 4}
+    tiers = rig.answer(client.admin("inspect", keys=other))["tiers"]  # type: ignore[index]
     assert set(tiers) == {"h", "d"}
-    rig.answer(client.care("prefetch", keys=other[:3], seconds=5.0))
+    rig.answer(client.admin("prefetch", keys=other[:3], seconds=5.0))
     rig.settle()
     assert rig.answer(client.locate(other[:3])) == "hhh"
-    cleared: Any = rig.answer(client.care("clear", tenant=tenant_key("b")))
+    cleared: Any = rig.answer(client.admin("clear", tenant=tenant_key("b")))
     assert cleared["cleared_disk"] == 40
     rig.settle()
     assert rig.answer(client.locate(other)) == ""
-    assert rig.load(client, kept)[0].taken == 4
-    rig.answer(client.care("clear"))
+    assert rig.fetch(client, kept)[0].taken == 4
+    rig.answer(client.admin("clear"))
     rig.settle()
     assert rig.answer(client.locate(kept)) == "" and rig.bytes_on_disk() == 0
-    assert "error" in rig.answer(client.care("dance"))  # type: ignore[operator]
-    assert "error" in rig.answer(client.care("pin", keys=kept, seconds=0))  # type: ignore[operator]
-    stats: Any = rig.answer(client.care("stats"))
+    assert "error" in rig.answer(client.admin("dance"))  # type: ignore[operator]
+    assert "error" in rig.answer(client.admin("pin", keys=kept, seconds=0))  # type: ignore[operator]
+    stats: Any = rig.answer(client.admin("stats"))
     assert stats["arena"]["resident"] == 0 and stats["well"] is True
 
 
@@ -181,8 +181,8 @@ def test_a_new_store_finds_what_the_old_one_wrote(tmp_path: Path) -> None:
     client = rig.client()
     rig.settle()
     assert rig.counters["disk_recovered"] == 30
-    load, _ = rig.load(client, keys)
-    assert (load.ended, load.taken, load.from_disk) == ("complete", 30, 30)
+    fetch, _ = rig.fetch(client, keys)
+    assert (fetch.ended, fetch.taken, fetch.from_disk) == ("complete", 30, 30)
     assert rig.answer(client.locate(keys)) == "h" * 30
     assert rig.bytes_on_disk() == written
     rig.close()
@@ -213,7 +213,7 @@ def test_another_model_gets_another_arena_and_no_hit(make_rig: MakeRig) -> None:
     rig.fingerprint = {**rig.fingerprint, "weights": "w2"}
     second = rig.client()
     assert rig.storage.memory.path != arena and not arena.exists()
-    assert rig.load(second, keys)[0].taken == 0
+    assert rig.fetch(second, keys)[0].taken == 0
     rig.settle()
     assert rig.counters["disk_foreign"] == 8
 
@@ -234,7 +234,8 @@ def test_a_block_of_another_size_is_refused_by_name(make_rig: MakeRig) -> None:
     assert links[0].refusal is not None
     assert links[0].refusal.field == "block_bytes"
     assert links[0].refusal.server_value == str(BLOCK_BYTES)
-    assert not other.available and other.fetch([b"k" * 16], deadline_s=1.0).ended == "no store"
+    assert not other.link.attached
+    assert other.fetches.fetch([b"k" * 16], deadline_s=1.0).ended == "no store"
 
 
 def test_the_arena_must_fit_somewhere(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ class Process:
         self.client = StoreClient(
             lambda: Client(self.context, self.address, hello, new_incarnation()), BLOCK_BYTES
         )
-        self.until(lambda: self.client.room > 0)
+        self.until(lambda: self.client.puts.stock)
 
     def until(self, condition: object, seconds: float = LIMIT_S) -> None:
         assert callable(condition)
@@ -73,25 +73,25 @@ class Process:
         while done < len(keys):
             done += self._put_some(keys[done:], keys[done - 1] if done else bytes(16), done)
             self.client.turn()
-            self.until(lambda: self.client.room > 0)
+            self.until(lambda: self.client.puts.stock)
 
     def _put_some(self, keys: list[bytes], parent: bytes, depth: int) -> int:
-        return self.client.put(TENANT, parent, depth, keys, lambda it: payload_of(keys[it]))
+        return self.client.puts.put(TENANT, parent, depth, keys, lambda it: payload_of(keys[it]))
 
     def stats(self) -> dict[str, dict[str, int]]:
-        asked = self.client.care("stats")
+        asked = self.client.admin("stats")
         self.until(lambda: asked.answer is not None)
         answer: dict[str, dict[str, int]] = asked.answer
         return answer
 
-    def load(self, keys: list[bytes]) -> int:
-        load, reader = self.client.fetch(keys, deadline_s=LIMIT_S), Reader()
-        while not load.ended:
-            self.until(lambda: load.ready or load.ended)
-            while load.ready and load.take(reader.write):
+    def fetch(self, keys: list[bytes]) -> int:
+        fetch, reader = self.client.fetches.fetch(keys, deadline_s=LIMIT_S), Reader()
+        while not fetch.ended:
+            self.until(lambda: fetch.ready or fetch.ended)
+            while fetch.ready and self.client.fetches.take(fetch, reader.write):
                 pass
-        assert reader.blocks == [payload_of(key) for key in keys[: load.taken]]
-        return load.taken
+        assert reader.blocks == [payload_of(key) for key in keys[: fetch.taken]]
+        return fetch.taken
 
     def close(self) -> None:
         self.client.close()
@@ -121,7 +121,7 @@ def test_what_is_written_survives_a_kill_and_the_arena_does_not(tmp_path: Path) 
     assert len(list(tmp_path.glob("*.arena"))) == 1, "a killed process cannot clean up"
     with running(tmp_path) as store:
         assert len(list(tmp_path.glob("*.arena"))) == 1, "the next one does"
-        assert store.load(keys) == 60
+        assert store.fetch(keys) == 60
         os.kill(store.process.pid, signal.SIGTERM)
         assert store.process.wait(LIMIT_S) == 0
     assert not list(tmp_path.glob("*.arena"))
@@ -142,7 +142,7 @@ def test_a_kill_at_any_moment_of_writing_serves_nothing_wrong(tmp_path: Path) ->
         store.until(lambda: store.stats()["disk"]["recovering"] == 0)
         on_disk = sum(path.stat().st_size for path in (tmp_path / "blocks").glob("segment-*"))
         assert store.stats()["disk"]["used_bytes"] == on_disk
-        taken = [store.load(keys) for keys in chains]
+        taken = [store.fetch(keys) for keys in chains]
         assert sum(taken) > 0
 
 
@@ -154,7 +154,7 @@ def test_a_stop_writes_what_waits(tmp_path: Path) -> None:
         os.kill(store.process.pid, signal.SIGTERM)
         assert store.process.wait(LIMIT_S) == 0
     with running(tmp_path) as store:
-        assert store.load(keys) == 60
+        assert store.fetch(keys) == 60
 
 
 def test_a_second_store_on_the_same_directory_is_refused(tmp_path: Path) -> None:
@@ -182,4 +182,4 @@ def test_the_arena_of_a_living_store_is_left_alone(tmp_path: Path) -> None:
     with running(tmp_path) as store:
         assert remove_leftovers(tmp_path) == 0
         store.put(chain_keys("x", 4))
-        assert store.load(chain_keys("x", 4)) == 4
+        assert store.fetch(chain_keys("x", 4)) == 4

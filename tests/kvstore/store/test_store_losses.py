@@ -19,7 +19,7 @@ from kvferry.kvstore.node.debug import Hooks, StoreHooks
 from kvferry.kvstore.wire.faults import FaultInjector, FaultRule
 from kvferry.kvstore.wire.server import Server
 from kvferry.kvstore.wire.sockets import new_incarnation
-from kvferry.kvstore.wire.store import CancelFetch, Commit, Fetch, GiveBack, Release, Taken
+from kvferry.kvstore.wire.store import CancelFetch, Commit, FetchRequest, GiveBack, Release, Taken
 from kvferry.tests.rigs.store.rig import TENANT, TRANSFERS, MakeRig, Reader, chain_keys
 
 # -- damage, deadlines, slow disks -----------------------------------------------------------------
@@ -38,8 +38,8 @@ def test_a_damaged_block_in_memory_ends_the_load_before_it(
     view = rig.storage.view(rig.storage.tiers.host.slot_of(keys[7]))
     view[100] ^= 16
     view.release()
-    load, blocks = rig.load(client, keys)
-    assert (load.ended, load.taken, len(blocks)) == ("damaged", 7, 7)
+    fetch, blocks = rig.fetch(client, keys)
+    assert (fetch.ended, fetch.taken, len(blocks)) == ("damaged", 7, 7)
     assert client.counters["blocks_damaged"] == 1
     rig.settle()
     if (
@@ -61,12 +61,12 @@ def test_hooks_damage_and_slow_the_tiers(make_rig: MakeRig) -> None:
     cold = rig.answer(client.locate(keys))
     assert isinstance(cold, str) and "d" in cold
     rig.node._inject(StoreHooks(damage_reads=1))
-    load, _ = rig.load(client, keys)
-    assert (load.ended, load.taken) == ("short", cold.index("d"))
+    fetch, _ = rig.fetch(client, keys)
+    assert (fetch.ended, fetch.taken) == ("short", cold.index("d"))
     assert rig.counters["disk_damaged_payload"] == 1
     rig.node._inject(StoreHooks(damage_host=3))
-    load, _ = rig.load(client, keys)
-    assert load.ended == "damaged"
+    fetch, _ = rig.fetch(client, keys)
+    assert fetch.ended == "damaged"
     assert Hooks(store=StoreHooks(read_delay_ms=5.0)).store is not None
 
 
@@ -82,12 +82,12 @@ def test_a_load_from_a_slow_disk_ends_by_its_deadline_with_what_came(make_rig: M
     client = rig.client()
     rig.settle()
     rig.node._inject(StoreHooks(read_delay_ms=50.0))
-    load, _ = rig.load(client, keys, seconds=0.4)
-    assert load.ended == "deadline" and load.taken < 20
+    fetch, _ = rig.fetch(client, keys, seconds=0.4)
+    assert fetch.ended == "deadline" and fetch.taken < 20
     rig.node._inject(StoreHooks(read_delay_ms=0.0))
     rig.settle()
-    load, _ = rig.load(client, keys)
-    assert load.taken == 30, "used again once it is fast"
+    fetch, _ = rig.fetch(client, keys)
+    assert fetch.taken == 30, "used again once it is fast"
 
 
 # -- peers that go ---------------------------------------------------------------------------------
@@ -103,25 +103,25 @@ def test_a_store_that_dies_ends_every_load_and_a_new_one_is_found(
     keys = chain_keys("x", 20)
     rig.put(client, keys)
     rig.settle()
-    load = client.fetch(keys, deadline_s=60.0)
-    rig.until(lambda: load.ready > 3)
+    fetch = client.fetches.fetch(keys, deadline_s=60.0)
+    rig.until(lambda: len(fetch.ready) > 3)
     reader = Reader()
-    assert load.take(reader.write)
+    assert client.fetches.take(fetch, reader.write)
     address = rig.server.address
     rig.node.close()
     rig.server.close()
     deadline = time.monotonic() + 20
-    while client.available:
+    while client.link.attached:
         assert time.monotonic() < deadline
         client.turn()
-    assert load.ended == "lost" and load.ready == 0 and load.taken == 1
-    assert client.put(TENANT, keys[0], 1, chain_keys("z", 3), lambda index: b"") == 0
-    assert client.fetch(keys, deadline_s=1.0).ended == "no store"
+    assert fetch.ended == "lost" and len(fetch.ready) == 0 and fetch.taken == 1
+    assert client.puts.put(TENANT, keys[0], 1, chain_keys("z", 3), lambda index: b"") == 0
+    assert client.fetches.fetch(keys, deadline_s=1.0).ended == "no store"
     rig.server = Server(rig.context, address, new_incarnation())
     rig.node = type(rig.node)(rig.server, rig.node._sizes)
-    rig.until(lambda: client.available and client.room > 0)
+    rig.until(lambda: client.link.attached and client.puts.stock)
     rig.settle()
-    assert rig.load(client, keys)[0].taken == 20
+    assert rig.fetch(client, keys)[0].taken == 20
 
 
 def test_a_node_that_leaves_holds_nothing(make_rig: MakeRig) -> None:
@@ -130,8 +130,8 @@ def test_a_node_that_leaves_holds_nothing(make_rig: MakeRig) -> None:
     keys = chain_keys("x", 10)
     rig.put(stays, keys)
     rig.settle()
-    load = leaves.fetch(keys, deadline_s=60.0)
-    rig.until(lambda: load.ready > 0)
+    fetch = leaves.fetches.fetch(keys, deadline_s=60.0)
+    rig.until(lambda: len(fetch.ready) > 0)
     assert rig.storage.tiers.host.ledger()["leases"] > 0
     rig.clients.remove(leaves)
     leaves.close()
@@ -139,7 +139,7 @@ def test_a_node_that_leaves_holds_nothing(make_rig: MakeRig) -> None:
     rig.until(lambda: rig.node.ledger()["quarantined_nodes"] == 0)
     ledger = rig.storage.tiers.host.ledger()
     assert ledger["leases"] == ledger["quarantined"] == 0
-    assert ledger["reserved"] == stays.room
+    assert ledger["reserved"] == len(stays.puts.stock)
 
 
 def said(process: subprocess.Popen[str]) -> str:
@@ -166,7 +166,7 @@ hello = Hello(PROTOCOL, "prefill", FINGERPRINT)
 client = StoreClient(
     lambda: Client(context, sys.argv[1], hello, new_incarnation()), BLOCK_BYTES, transfer="arena"
 )
-while not client.room:
+while not client.puts.stock:
     client.turn()
     time.sleep(0.01)
 
@@ -175,7 +175,7 @@ def stopped(index):
     os.kill(os.getpid(), signal.SIGSTOP)
     return b"late" * (BLOCK_BYTES // 4)  # and now it writes into the slot that it was granted
 
-client.put(TENANT, bytes(16), 0, [b"late" * 4], stopped)
+client.puts.put(TENANT, bytes(16), 0, [b"late" * 4], stopped)
 print("written", flush=True)
 while True:
     client.turn()
@@ -215,11 +215,11 @@ def test_a_stopped_writer_never_writes_into_a_slot_that_was_reused(
         if end == "continues":
             rig.until(lambda: "written" in said(writer))
         rig.until(lambda: rig.storage.tiers.host.num_quarantined == 0)
-        taken = sum(rig.load(client, keys)[0].taken for keys in chains)  # each block proven right
-        assert taken >= 32 - quarantined - 2 * client.room - 2
+        taken = sum(rig.fetch(client, keys)[0].taken for keys in chains)  # each block proven right
+        assert taken >= 32 - quarantined - 2 * len(client.puts.stock) - 2
         for keys in chains:
             rig.put(client, keys)
-        assert rig.load(client, chains[-1])[0].taken == 8
+        assert rig.fetch(client, chains[-1])[0].taken == 8
         assert rig.answer(client.locate([b"late" * 4])) == "", "the late commit counts for nothing"
 
 
@@ -230,9 +230,10 @@ def test_ids_that_are_unknown_consumed_or_out_of_range_do_nothing(make_rig: Make
     keys = chain_keys("x", 6)
     rig.put(client, keys)
     rig.settle()
-    link, foreign = client.links[0], other._puts.stock[0]
+    link, foreign = client.link.client, other.puts.stock[0]
+    assert link is not None
     dice = random.Random(5)
-    for slot in (foreign, 10**9, 2**50, client._puts.stock[0] + 10**6):
+    for slot in (foreign, 10**9, 2**50, client.puts.stock[0] + 10**6):
         link.send(Commit(TENANT, bytes(16), 0, b"n" * 16, (slot,), (1,), False, False))
         link.send(GiveBack((slot,)))
         link.send(Release((slot,)))
@@ -241,12 +242,12 @@ def test_ids_that_are_unknown_consumed_or_out_of_range_do_nothing(make_rig: Make
     for number in (0, 1, 10**9):
         link.send(Taken(number, dice.randrange(10)))
         link.send(CancelFetch(number))
-    link.send(Fetch(10**6, b"".join(keys), 99, 1.0, 4))
-    link.send(Fetch(10**6, b"".join(keys), 0, float("nan"), 4))
+    link.send(FetchRequest(10**6, b"".join(keys), 99, 1.0, 4))
+    link.send(FetchRequest(10**6, b"".join(keys), 0, float("nan"), 4))
     rig.settle()
     assert rig.counters["commits_refused"] >= 4
     assert rig.counters["messages_invalid"] >= 2
-    assert rig.load(client, keys)[0].taken == 6
+    assert rig.fetch(client, keys)[0].taken == 6
     assert rig.put(other, chain_keys("y", 6)) == 6
 
 
@@ -270,17 +271,19 @@ def test_lost_repeated_and_damaged_messages_serve_nothing_wrong(
         FaultRule("corrupt", ("Commit", "Delivered"), 0.05, part="payload"),
     ]
     rig.server.faults = FaultInjector(rules, seed=6)
-    client.links[0].faults = FaultInjector(rules, seed=7)
+    link = client.link.client
+    assert link is not None
+    link.faults = FaultInjector(rules, seed=7)
     chains = [chain_keys(n, 6) for n in range(20)]
     taken = 0
     for number in range(12):
         keys = chains[number % 20]
-        rig.until(lambda: client.room > 0)
+        rig.until(lambda: client.puts.stock)
         rig.put(client, keys, wait=False)
-        taken += rig.load(client, keys, seconds=0.2)[0].taken
+        taken += rig.fetch(client, keys, seconds=0.2)[0].taken
     assert taken > 8, "it recovers from what was lost"
     rig.server.faults = None
-    client.links[0].faults = None
+    link.faults = None
     arena = rig.storage.tiers.host
     skew[0] = 2 * rig.storage.tiers.lease_s  # nobody says any more that those were taken
     rig.settle()
@@ -302,11 +305,11 @@ def test_a_mixed_load_with_faults_leaves_nothing_behind(make_rig: MakeRig) -> No
                 faults = rig.node.faults
                 faults.fail_reads = faults.damage_reads = faults.fail_writes = 1
             if dice.random() < 0.1:
-                load = client.fetch(keys, deadline_s=dice.choice((0.0, 5.0)))
+                fetch = client.fetches.fetch(keys, deadline_s=dice.choice((0.0, 5.0)))
                 rig.turn()
-                load.cancel()
+                client.fetches.cancel(fetch)
                 continue
-            got = rig.load(client, keys)[0].taken
+            got = rig.fetch(client, keys)[0].taken
             rig.put(client, keys, start=got, wait=False)
 
     mixed(60)

@@ -97,7 +97,7 @@ def test_what_was_cleared_is_not_found_again_by_the_next_start(tmp_path: Path) -
     rig.close()
     rig = StoreRig(tmp_path, disk=8 << 20)
     client = rig.client()
-    served = [rig.load(client, keys)[0].taken for keys in (alices, bobs)]
+    served = [rig.fetch(client, keys)[0].taken for keys in (alices, bobs)]
     rig.close()
     assert served == [0, 2]
 
@@ -115,7 +115,7 @@ def test_what_was_cleared_is_gone_when_another_model_comes(tmp_path: Path) -> No
     rig.until(lambda: not rig.server.peers)
     rig.fingerprint = ours
     client = rig.client()
-    served = [rig.load(client, keys)[0].taken for keys in (alices, bobs)]
+    served = [rig.fetch(client, keys)[0].taken for keys in (alices, bobs)]
     rig.close()
     assert served == [0, 2]
 

@@ -44,7 +44,7 @@ def cluster_of(
 
 def attached(cluster: Cluster) -> None:
     stores = store_clients(cluster)
-    cluster.until(lambda: all(store.available and store.room > 0 for store in stores))
+    cluster.until(lambda: all(store.link.attached and store.puts.stock for store in stores))
 
 
 def store_clients(cluster: Cluster) -> list[StoreClient]:
@@ -56,7 +56,7 @@ def store_clients(cluster: Cluster) -> list[StoreClient]:
 def restarted(cluster: Cluster, sizes: StoreSizes, address: str) -> None:
     """Every node has noticed that its store is gone, and has attached to a new one there."""
     stores = store_clients(cluster)
-    cluster.until(lambda: not any(store.available for store in stores))
+    cluster.until(lambda: not any(store.link.attached for store in stores))
     cluster.start_store(sizes, address)
     attached(cluster)
 

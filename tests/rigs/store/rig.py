@@ -14,8 +14,8 @@ from typing import Any, Protocol
 
 import zmq
 
-from kvferry.kvstore.client.client import Asked, StoreClient, Transfer
-from kvferry.kvstore.client.fetches import Loading
+from kvferry.kvstore.client.client import Question, StoreClient, Transfer
+from kvferry.kvstore.client.fetches import Fetch
 from kvferry.kvstore.keys import checksum, next_key, root_key, tenant_key
 from kvferry.kvstore.node.debug import DebugSwitches
 from kvferry.kvstore.store.node import StoreNode
@@ -50,7 +50,7 @@ def payload_of(key: bytes, size: int = BLOCK_BYTES) -> bytes:
 
 
 class Reader:
-    """A node's memory that a load writes to."""
+    """A node's memory that a fetch writes to."""
 
     def __init__(self) -> None:
         self.blocks: list[bytes] = []
@@ -103,7 +103,7 @@ class StoreRig:
         )
         self.clients.append(client)
         if wait:
-            self.until(lambda: client.available and client.room > 0)
+            self.until(lambda: client.link.attached and client.puts.stock)
         return client
 
     @property
@@ -126,7 +126,7 @@ class StoreRig:
         self.node.turn()
         self.node.check()
 
-    def until(self, condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    def until(self, condition: Callable[[], object], seconds: float = 20.0) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, "nothing happened for too long"
@@ -141,11 +141,11 @@ class StoreRig:
     def settle(self) -> None:
         """Until every message has arrived and nothing is in flight or unwritten."""
         for client in self.clients:
-            if client.available:
-                self.answer(client.care("stats"))
+            if client.link.attached:
+                self.answer(client.admin("stats"))
         self.until(lambda: self.storage.tiers.idle)
 
-    def answer(self, asked: Asked) -> object:
+    def answer(self, asked: Question) -> object:
         self.until(lambda: asked.answer is not None or asked.lost)
         return asked.answer
 
@@ -160,37 +160,37 @@ class StoreRig:
         tenant: bytes = TENANT,
         wait: bool = True,
     ) -> int:
-        """Offers blocks [start, len(keys)); with `wait` until all were taken."""
+        """Puts blocks [start, len(keys)); with `wait` until all were taken."""
         done = start
         while done < len(keys):
             parent = keys[done - 1] if done else b"\0" * 16
             rest = keys[done:]
-            done += client.put(tenant, parent, done, rest, self._payloads(rest))
+            done += client.puts.put(tenant, parent, done, rest, self._payloads(rest))
             if not wait:
                 break
             if done < len(keys):
-                self.until(lambda: client.room > 0)
+                self.until(lambda: client.puts.stock)
         return done - start
 
     def _payloads(self, keys: Sequence[bytes]) -> Callable[[int], bytes]:
         return lambda index: payload_of(keys[index], self.block_bytes)
 
-    def load(
+    def fetch(
         self, client: StoreClient, keys: Sequence[bytes], *, first: int = 0, seconds: float = 20.0
-    ) -> tuple[Loading, list[bytes]]:
-        """A whole load; its blocks, each proven right."""
-        load = client.fetch(keys, first, deadline_s=seconds)
+    ) -> tuple[Fetch, list[bytes]]:
+        """A whole fetch; its blocks, each proven right."""
+        fetch = client.fetches.fetch(keys, first, deadline_s=seconds)
         reader = Reader()
-        while not load.ended:
-            self.until(lambda: load.ready > 0 or bool(load.ended))
-            while load.ready and load.take(reader.write):
+        while not fetch.ended:
+            self.until(lambda: fetch.ready or fetch.ended)
+            while fetch.ready and client.fetches.take(fetch, reader.write):
                 pass
-        blocks = reader.blocks[: load.taken]
+        blocks = reader.blocks[: fetch.taken]
         for index, block in enumerate(blocks):
             key = keys[first + index]
             assert block == payload_of(key, self.block_bytes), "a wrong block was served"
             assert checksum(block) == checksum(payload_of(key, self.block_bytes))
-        return load, blocks
+        return fetch, blocks
 
     def close(self) -> None:
         for client in self.clients:
