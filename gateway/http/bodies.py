@@ -15,7 +15,7 @@ from kvferry.gateway.errors import NotJson, TooLarge
 from kvferry.gateway.http.sse import ClientGone
 from kvferry.gateway.service import Gateway
 
-PATIENCE = 4
+OVERSIZE_FACTOR = 4
 """How many times the limit is read of a body that exceeds it. Most clients read no answer before
 they have sent all of theirs, and one who sends into a closed connection may never see it."""
 
@@ -47,7 +47,7 @@ async def read_body(gateway: Gateway, request: Request) -> bytearray:
             size += len(part)
             if size <= limit:
                 body += part
-            elif size > PATIENCE * limit:
+            elif size > OVERSIZE_FACTOR * limit:
                 break
     except ClientDisconnect as error:
         raise ClientGone from error

@@ -1,8 +1,8 @@
 """The table of endpoints: every path of the server, and what is true of it.
 
 Owns which paths there are, who may ask, what they take and answer, and what handles them. Routes,
-the OpenAPI document, access, and the refusal of what is not there yet follow from it, so that a new
-API is a module in `protocols` and a row here. It knows no request.
+the OpenAPI document, access, and the refusal of what is not there yet follow from it. A new API for
+text is a module in `protocols`, its name in `TextApi`, and a row here. It knows no request.
 """
 
 from __future__ import annotations

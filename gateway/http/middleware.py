@@ -44,7 +44,7 @@ class RequestMiddleware:
         name = offered if _REQUEST_ID.fullmatch(offered) else f"req-{secrets.token_hex(12)}"
         path, endpoint = scope["path"], BY_PATH.get(scope["path"])
         operation = endpoint.operation if endpoint is not None else ""
-        record, access = Record(scope["method"], path, name, operation), access_of(path)
+        record = Record(scope["method"], path, name, operation)
         scope.setdefault("state", {})["record"] = record
 
         async def send_with_id(message: Message) -> None:
@@ -56,22 +56,16 @@ class RequestMiddleware:
 
         self._gateway.began()
         try:
-            await self._serve(record, access, headers, scope, receive, send_with_id)
+            await self._serve(record, headers, scope, receive, send_with_id)
         finally:
             self._gateway.ended()
-            self._close(record, access, headers)
+            self._close(record, headers)
 
     async def _serve(
-        self,
-        record: Record,
-        access: Access,
-        headers: Headers,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
+        self, record: Record, headers: Headers, scope: Scope, receive: Receive, send: Send
     ) -> None:
         try:
-            self._authenticate(record, access, headers)
+            self._authenticate(record, headers)
             if scope["method"] == "POST":
                 await self._gateway.request_pacer.turn()
             await self._app(scope, receive, send)
@@ -88,8 +82,8 @@ class RequestMiddleware:
             failure = EngineFailure("The gateway failed.", code=record.code)
             await to_response(failure)(scope, receive, send)
 
-    def _authenticate(self, record: Record, access: Access, headers: Headers) -> None:
-        admin = self._gateway.admin_keys
+    def _authenticate(self, record: Record, headers: Headers) -> None:
+        admin, access = self._gateway.admin_keys, access_of(record.path)
         if access is Access.OPEN:
             return
         if access is Access.ADMIN:
@@ -102,10 +96,10 @@ class RequestMiddleware:
         else:
             record.tenant = self._gateway.keys.tenant(headers)
 
-    def _close(self, record: Record, access: Access, headers: Headers) -> None:
+    def _close(self, record: Record, headers: Headers) -> None:
         if record.code:
             self._gateway.metrics.failed(record.code)
         if self._gateway.tracer is not None:
             self._gateway.tracer.finished(record, headers)
-        level = logging.DEBUG if access is Access.OPEN else logging.INFO
+        level = logging.DEBUG if access_of(record.path) is Access.OPEN else logging.INFO
         log_request(record, level)

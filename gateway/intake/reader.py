@@ -52,7 +52,7 @@ MAX_SESSION_NAME = 1024
 T = TypeVar("T")
 
 TextApi = Chat | Completions
-"""The APIs that generate text."""
+"""The APIs that generate text; which of them a body is for goes to the other process, too."""
 
 
 class ReadPrompts(Struct, frozen=True, tag="prompts"):
