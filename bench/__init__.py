@@ -1,1 +1,1 @@
-"""kvferry.bench."""
+"""Benchmarks: one command a file or folder, and what they share: server, machine, document."""

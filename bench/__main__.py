@@ -16,9 +16,10 @@ from pathlib import Path
 import httpx
 
 from kvferry.bench.client.prompts import NoChats, Prompts, load_chats
-from kvferry.bench.machine import cores, cores_busy, this_machine
-from kvferry.bench.report import Conditions, markdown, write_section
-from kvferry.bench.scenarios import (
+from kvferry.bench.document import write_section
+from kvferry.bench.machine import cores_busy, this_machine
+from kvferry.bench.serve.report import Conditions, markdown
+from kvferry.bench.serve.scenarios import (
     BadAnswer,
     Cluster,
     DecodeRounds,
@@ -29,10 +30,7 @@ from kvferry.bench.scenarios import (
     time_to_first_token,
     warm_up,
 )
-from kvferry.bench.server import Arrangement, ServerFailed, explain, running
-from kvferry.bench.store_speed import SMOLLM2_BLOCK_BYTES, judge_load
-from kvferry.bench.store_speed import measure as measure_store
-from kvferry.bench.tiers import (
+from kvferry.bench.serve.tiers import (
     Conversations,
     TierResults,
     judge_tiers,
@@ -40,8 +38,12 @@ from kvferry.bench.tiers import (
     store_folder,
     with_store,
 )
-from kvferry.bench.verdicts import Results, judge
+from kvferry.bench.serve.verdicts import Results, judge
+from kvferry.bench.server import Arrangement, ServerFailed, explain, running
+from kvferry.bench.store_speed import SMOLLM2_BLOCK_BYTES, judge_load
+from kvferry.bench.store_speed import measure as measure_store
 from kvferry.kvstore.errors import ConfigError
+from kvferry.kvstore.process.process import available_cores
 from kvferry.kvstore.process.settings import flag, option_name, parse, positional
 
 
@@ -107,7 +109,7 @@ class Run:
     def __init__(self, config: BenchConfig) -> None:
         self.config = config
         self.plan = plan(config)
-        self.cores = cores()
+        self.cores = available_cores()
         self.client_core = max(self.cores) if config.core is None else config.core
         self.arrangements = () if config.tiers else arrangements(config, self.cores)
         self.judged = self.arrangements[0].name if self.arrangements else ""

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from kvferry.kvstore.process.process import available_cores
+
 PACKAGES = ("kvferry", "torch", "transformers", "pyzmq")
 
 
@@ -28,12 +30,7 @@ def this_machine() -> Machine:
     versions = [("Python", platform.python_version())]
     versions += [(name, _version(name)) for name in PACKAGES]
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return Machine(_cpu(), len(cores()), pages / (1 << 30), _system(), tuple(versions))
-
-
-def cores() -> frozenset[int]:
-    """The cores this process may use."""
-    return frozenset(os.sched_getaffinity(0))
+    return Machine(_cpu(), len(available_cores()), pages / (1 << 30), _system(), tuple(versions))
 
 
 def cores_busy(seconds: float = 1.0) -> float:

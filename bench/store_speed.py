@@ -28,7 +28,7 @@ import numpy as np
 import zmq
 from numpy.typing import NDArray
 
-from kvferry.bench.verdicts import Verdict
+from kvferry.bench.document import Verdict
 from kvferry.kvstore.client.client import StoreClient, Transfer
 from kvferry.kvstore.keys import chain, checksum, root_key, tenant_key
 from kvferry.kvstore.wire.client import Client

@@ -6,8 +6,10 @@ stamps must be those of that event.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +17,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from kvferry.bench.client import figures
 from kvferry.bench.client.figures import (
     gaps_touching,
     gaps_within,
@@ -33,13 +36,13 @@ from kvferry.bench.client.load import (
     together,
 )
 from kvferry.bench.client.prompts import NoChats, Prompts, chats_of
-from kvferry.bench.comparison import Outcome, Output, comparison, judge
-from kvferry.bench.equality import groups
-from kvferry.bench.report import write_section
-from kvferry.bench.scenarios import BadAnswer, Interference, Ttft, TtftRounds, check_whole
-from kvferry.bench.tiers import TierResults, TierRounds, judge_tiers
-from kvferry.bench.verdicts import Results
-from kvferry.bench.verdicts import judge as judge_ratios
+from kvferry.bench.document import write_section
+from kvferry.bench.equality.__main__ import groups
+from kvferry.bench.equality.comparison import Outcome, Output, comparison, judge
+from kvferry.bench.serve.scenarios import BadAnswer, Interference, Ttft, TtftRounds, check_whole
+from kvferry.bench.serve.tiers import TierResults, TierRounds, judge_tiers
+from kvferry.bench.serve.verdicts import Results
+from kvferry.bench.serve.verdicts import judge as judge_ratios
 from kvferry.tests.rigs.models.oracle import Greedy
 
 T = TypeVar("T")
@@ -387,6 +390,18 @@ def test_a_section_is_replaced_and_the_rest_stays(tmp_path: Path) -> None:
     said = path.read_text()
     assert said.startswith("# Title\n") and said.endswith("the end\n")
     assert "one" not in said and said.count("two") == 1 and said.count("three") == 1
+
+
+def test_the_client_needs_nothing_of_the_server() -> None:
+    folder = Path(figures.__file__).parent
+    modules = [ast.parse(path.read_text()) for path in folder.glob("*.py")]
+    found = [node for module in modules for node in ast.walk(module)]
+    names = {node.module for node in found if isinstance(node, ast.ImportFrom)}
+    names |= {it.name for node in found if isinstance(node, ast.Import) for it in node.names}
+    ours = [name for name in names if name and name.startswith("kvferry")]
+    assert all(name.startswith("kvferry.bench.client.") for name in ours)
+    tops = {str(name).partition(".")[0] for name in names} - set(sys.stdlib_module_names)
+    assert tops == {"kvferry", "httptools", "orjson"}
 
 
 # -- equality ------------------------------------------------------------------------------------

@@ -1,7 +1,6 @@
 """The report in Markdown: verdicts, tables, and all that a reader needs to repeat them.
 
-Owns wording and form only; every figure comes from elsewhere. It can put itself between two marks
-of a document and leave the rest of that document as it is.
+Owns wording and form only; every figure comes from elsewhere.
 """
 
 from __future__ import annotations
@@ -10,21 +9,21 @@ import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
-from kvferry.bench.client.figures import Spread, gaps, spread
+from kvferry.bench.client.figures import gaps, spread
+from kvferry.bench.document import Verdict, machine_lines, milliseconds, table
 from kvferry.bench.machine import Machine
-from kvferry.bench.scenarios import (
+from kvferry.bench.serve.scenarios import (
     SHORT_PROMPT,
     STREAMS,
     DecodeRounds,
     Interference,
     TtftRounds,
 )
+from kvferry.bench.serve.tiers import NEW_TOKENS, PAUSE_S, TIERS, TierResults
+from kvferry.bench.serve.verdicts import Results, cold_ttft, handoff, repeat_ttft
 from kvferry.bench.server import Arrangement
 from kvferry.bench.store_speed import checksum_cost
-from kvferry.bench.tiers import NEW_TOKENS, PAUSE_S, TIERS, TierResults
-from kvferry.bench.verdicts import Results, Verdict, cold_ttft, handoff, repeat_ttft
 from kvferry.kvstore.wire.generation import STAGES
 
 
@@ -90,15 +89,6 @@ def describe(machine: Machine, conditions: Conditions) -> str:
     if conditions.quick:
         lines.insert(0, "* **A quick run: not for quoting**")
     return "\n".join(lines)
-
-
-def machine_lines(machine: Machine) -> list[str]:
-    versions = ", ".join(f"{name} {version}" for name, version in machine.versions)
-    return [
-        f"* Machine: {machine.cpu}, {machine.cores} cores, {machine.memory_gib:.0f} GiB RAM, "
-        f"{machine.system}",
-        f"* Versions: {versions}",
-    ]
 
 
 def _describe(arrangement: Arrangement) -> str:
@@ -249,30 +239,3 @@ def _store(figures: Mapping[str, float]) -> str:
         f"the host tier reaches {100 * figures['load of memcpy']:.0f} % of that copy.\n\n"
         + table(("", "GB/s"), rows)
     )
-
-
-def milliseconds(value: Spread) -> str:
-    digits = 1 if value.median < 0.1 else 0
-    low, middle, high = (f"{1e3 * x:,.{digits}f}" for x in (value.low, value.median, value.high))
-    return f"{middle} ({low} to {high})"
-
-
-def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-# -- into a document -------------------------------------------------------------------------------
-
-
-def write_section(path: Path, name: str, text: str) -> None:
-    """Puts `text` between the marks of `name` in a document, or at its end with new marks."""
-    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    section = f"{begin}\n{text}{end}"
-    document = path.read_text() if path.exists() else ""
-    before, found, rest = document.partition(begin)
-    if found:
-        after = rest.partition(end)[2]
-    else:
-        before, after = document + ("\n" if document else ""), "\n"
-    path.write_text(before + section + after)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvferry.bench.report import table
+from kvferry.bench.document import table
 from kvferry.tests.rigs.models.oracle import TIE, Greedy, agree
 
 Row = tuple[str, ...]

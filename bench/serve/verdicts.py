@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvferry.bench.client.figures import Spread, gaps, spread
-from kvferry.bench.scenarios import DecodeRounds, Interference, TtftRounds
+from kvferry.bench.document import Verdict
+from kvferry.bench.serve.scenarios import DecodeRounds, Interference, TtftRounds
 
 HANDOFF_SHARE = 0.03
 REPEAT_SHARE = 0.10
@@ -20,17 +21,6 @@ class Results:
     ttft: Sequence[TtftRounds]
     decode: Sequence[DecodeRounds]
     interference: Sequence[Interference]
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    what: str
-    value: float
-    limit: float
-
-    @property
-    def holds(self) -> bool:
-        return self.value <= self.limit
 
 
 def judge(results: Results, apart: str, size: int) -> list[Verdict]:

@@ -23,15 +23,16 @@ import tokenizers
 
 from kvferry.bench.client.load import Answer, completion, together
 from kvferry.bench.client.prompts import NoChats, Prompts, load_chats
-from kvferry.bench.comparison import Outcome, Output, comparison, judge
-from kvferry.bench.expected import expected
-from kvferry.bench.machine import cores, this_machine
-from kvferry.bench.report import machine_lines, write_section
-from kvferry.bench.scenarios import BadAnswer, check_whole
+from kvferry.bench.document import machine_lines, write_section
+from kvferry.bench.equality.comparison import Outcome, Output, comparison, judge
+from kvferry.bench.equality.expected import expected
+from kvferry.bench.machine import this_machine
+from kvferry.bench.serve.scenarios import BadAnswer, check_whole
+from kvferry.bench.serve.tiers import store_folder
 from kvferry.bench.server import Arrangement, Server, ServerFailed, explain, running
-from kvferry.bench.tiers import store_folder
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.process.model_files import resolve_model
+from kvferry.kvstore.process.process import available_cores
 from kvferry.kvstore.process.settings import (
     default_cache_dir,
     flag,
@@ -139,7 +140,7 @@ class Equality:
         model = (config.model,) if config.model else ()
         started = Arrangement(arrangement.name, (*arrangement.flags, *flags, *model))
         self.progress(f"{arrangement.name}: starting the server")
-        with running(started, cores()) as server:
+        with running(started, available_cores()) as server:
             yield server
 
     def _told(self, server: Server, way: Way) -> Outcome:

@@ -25,10 +25,10 @@ import numpy as np
 
 from kvferry.bench.client.figures import Spread, spread
 from kvferry.bench.client.load import Answer, Ask, completion
-from kvferry.bench.scenarios import BadAnswer, Cluster, warm_up
+from kvferry.bench.document import Verdict
+from kvferry.bench.serve.scenarios import BadAnswer, Cluster, warm_up
 from kvferry.bench.server import Arrangement
 from kvferry.bench.store_speed import drop_page_cache, rate
-from kvferry.bench.verdicts import Verdict
 
 TIERS = ("device", "host", "killed", "disk")
 SOURCES = {"device": "device", "host": "host", "killed": "disk", "disk": "disk"}
