@@ -1,19 +1,17 @@
 """Blocks on their way from prefill nodes into the pool.
 
-Carries out what the inbox decides: offers, verifies, writes, returns credits, aborts, and asks
+Carries out what `Transfers` decides: offers, verifies, writes, returns credits, aborts, and asks
 again for what was lost. A transfer that fails hands its sequence back, to be asked of another
 prefill node or computed here from the first missing block on: nobody notices anything but time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-import zmq
-
-from kvferry.decode_node.inbox import LIVE, Inbox, Transfer, TransferState, Windows
 from kvferry.decode_node.links import PrefillLinks
 from kvferry.decode_node.request import Phase, Sequence
+from kvferry.decode_node.transfers import LIVE, Transfer, Transfers, TransferState, Windows
 from kvferry.kernels.engine import Engine
 from kvferry.kvstore.client.client import StoreClient
 from kvferry.kvstore.client.puts import SlotRef
@@ -76,7 +74,7 @@ class Receiver:
     ) -> None:
         least = 2 * engine.spec.block_bytes
         windows = Windows(max(TRANSFER_WINDOW, least), NODE_WINDOW, least)
-        self.inbox: Inbox[Sequence] = Inbox(engine.spec.block_bytes, windows)
+        self.transfers: Transfers[Sequence] = Transfers(engine.spec.block_bytes, windows)
         self.links = PrefillLinks(connect, clock, self._lost, said)
         self.retries = 0
         self.heard = 0
@@ -104,7 +102,7 @@ class Receiver:
         first = sequence.computed // self._engine.spec.block_size
         sequence.phase = Phase.RECEIVING
         sequence.attempts[address] += 1
-        self._offer(self.inbox.open(sequence, first, last, address, self._clock()))
+        self._offer(self.transfers.open(sequence, first, last, address, self._clock()))
 
     def _offer(self, transfer: Transfer[Sequence]) -> None:
         link = self.links.ready(transfer.prefill_node)
@@ -120,7 +118,7 @@ class Receiver:
             b"".join(sequence.keys[: transfer.last]),
             transfer.first,
             transfer.last,
-            self.inbox.first_credit(transfer),
+            self.transfers.first_credit(transfer),
             sequence.request.message.priority,
             sequence.request.message.root,
             sequence.request.message.tenant,
@@ -131,10 +129,6 @@ class Receiver:
             transfer.moved_at = self._clock()
 
     # -- receiving --------------------------------------------------------------------------------
-
-    def sockets(self) -> Iterator[zmq.Socket[bytes]]:
-        """What a poller has to watch."""
-        return self.links.sockets()
 
     def receive(self, seconds: float) -> None:
         """Handles what has arrived, until nothing is left or that much time was spent on it."""
@@ -149,7 +143,7 @@ class Receiver:
     def tick(self, now: float) -> None:
         """Sends offers that waited for a link, asks about transfers that stand still."""
         self.links.tick(now)
-        for transfer in self.inbox.all():
+        for transfer in self.transfers.all():
             if transfer.state is TransferState.ABORTED:
                 if now > transfer.moved_at + PROBE_SECONDS:  # the abort or its answer was lost
                     transfer.moved_at = now
@@ -157,7 +151,11 @@ class Receiver:
             elif transfer.state not in LIVE:
                 continue  # it ended while others were looked after
             elif not transfer.offered:
-                self._offer_or_give_up(transfer, now)
+                if now > transfer.moved_at + CONNECT_SECONDS:
+                    why = f"no answer in {CONNECT_SECONDS:g} s"
+                    self.links.avoid(transfer.prefill_node, why)
+                else:
+                    self._offer(transfer)
             elif now > transfer.moved_at + PROBE_SECONDS:
                 transfer.moved_at = now
                 transfer.unanswered += 1
@@ -165,12 +163,6 @@ class Receiver:
                     self.links.avoid(transfer.prefill_node, "it leaves questions unanswered")
                 else:
                     self._send(transfer, Probe(transfer.number, transfer.epoch))
-
-    def _offer_or_give_up(self, transfer: Transfer[Sequence], now: float) -> None:
-        if now > transfer.moved_at + CONNECT_SECONDS:
-            self.links.avoid(transfer.prefill_node, f"no answer in {CONNECT_SECONDS:g} s")
-        else:
-            self._offer(transfer)
 
     def _send(self, transfer: Transfer[Sequence], message: AnyMessage) -> bool:
         return self.links.send(transfer.prefill_node, message)
@@ -180,12 +172,12 @@ class Receiver:
             case Blocks() | Lent():
                 self._take(link, message, payloads)
             case Accepted():
-                transfer = self.inbox.accepted(message)
+                transfer = self.transfers.accepted(message)
                 if transfer is not None:
                     transfer.accepted = message
                     transfer.moved_at = self._clock()
             case Complete():
-                completed = self.inbox.completed(message)
+                completed = self.transfers.completed(message)
                 if completed is not None:
                     completed.finished_at = link.to_local(message.finished_at)
                     self._finish_if_complete(completed)
@@ -205,12 +197,12 @@ class Receiver:
 
     def _take(self, link: Client, message: Blocks | Lent, payloads: tuple[memoryview, ...]) -> None:
         if isinstance(message, Lent):
-            sizes = [self.inbox.block_bytes] * min(len(message.slots), len(message.checksums))
+            sizes = [self.transfers.block_bytes] * min(len(message.slots), len(message.checksums))
         else:
             sizes = [len(payload) for payload in payloads]
-        arriving = self.inbox.arriving(message, sizes)
+        arriving = self.transfers.arriving(message, sizes)
         if arriving is None:
-            if not self.inbox.is_known(message.transfer):
+            if not self.transfers.is_known(message.transfer):
                 link.send(AbortTransfer(message.transfer, message.epoch))
             return
         transfer = arriving.transfer
@@ -229,7 +221,7 @@ class Receiver:
         if transfer.leading > before and not self._is_in_store(transfer, message):
             self._to_offer(transfer.owner, before, transfer.leading)
         if damaged is not None:
-            self.inbox.counters.damaged += 1
+            self.transfers.counters.damaged += 1
             self._said.error(
                 "damaged",
                 link.address,
@@ -241,7 +233,7 @@ class Receiver:
             transfer.owner.inline |= isinstance(message, Lent)
             self._retry(transfer)
             return
-        credit = self.inbox.credit(transfer, len(arriving.fresh) * self.inbox.block_bytes)
+        credit = self.transfers.credit(transfer, len(arriving.fresh) * self.transfers.block_bytes)
         if credit or isinstance(message, Lent):
             taken = transfer.leading
             link.send(Credit(transfer.number, transfer.epoch, credit, taken))
@@ -262,24 +254,29 @@ class Receiver:
         fresh: list[int],
         payloads: tuple[memoryview, ...],
     ) -> int | None:
-        """Takes over these payloads up to one that is not what was sent; which block that is."""
+        """Takes over these payloads up to one that is not what was sent; which block that is.
+
+        Blocks become findable in order only: what lies behind a gap may still be computed here,
+        and a findable block is never written again.
+        """
+        sequence = transfer.owner
         for index in fresh:
             block = message.first + index
-            if not self._write(transfer, block, message, index, payloads):
+            if not self._write(sequence.blocks[block], message, index, payloads):
                 return block
-            self._land(transfer, block)
+            before = transfer.leading
+            self.transfers.landed(transfer, block)
+            transfer.moved_at = self._clock()
+            if self._reuse:
+                for done in range(before, transfer.leading):
+                    self._pool.commit(sequence.blocks[done], sequence.keys[done])
         return None
 
     def _write(
-        self,
-        transfer: Transfer[Sequence],
-        block: int,
-        message: Blocks | Lent,
-        index: int,
-        payloads: tuple[memoryview, ...],
+        self, to: int, message: Blocks | Lent, index: int, payloads: tuple[memoryview, ...]
     ) -> bool:
-        """Puts a payload into its block; False unless it is what was sent."""
-        to, expected = transfer.owner.blocks[block], message.checksums[index]
+        """Puts a payload into this block of the pool; False unless it is what was sent."""
+        expected = message.checksums[index]
         if isinstance(message, Blocks):
             if checksum(payloads[index]) != expected:
                 return False
@@ -295,24 +292,12 @@ class Receiver:
         lent = SlotRef(message.store, message.slots[index], expected)
         return self._store.fetches.copy(lent, write)
 
-    def _land(self, transfer: Transfer[Sequence], index: int) -> None:
-        """Takes over a block that is written and verified. Blocks become findable in order only:
-        what lies behind a gap may still be computed here, and a findable block is never written
-        again."""
-        sequence = transfer.owner
-        before = transfer.leading
-        self.inbox.landed(transfer, index)
-        transfer.moved_at = self._clock()
-        if self._reuse:
-            for block in range(before, transfer.leading):
-                self._pool.commit(sequence.blocks[block], sequence.keys[block])
-
     def _progress(self, link: Client, message: Progress) -> None:
         """The prefill node says how far it is. If all it waits for is credit or nothing at all,
         and nothing has landed since it said so before, then frames were lost."""
-        transfer = self.inbox.find(message.transfer, message.epoch)
+        transfer = self.transfers.find(message.transfer, message.epoch)
         if transfer is None:
-            if not self.inbox.is_known(message.transfer):  # it ended, but not for its sender
+            if not self.transfers.is_known(message.transfer):  # it ended, but not for its sender
                 link.send(AbortTransfer(message.transfer, message.epoch))
             return
         transfer.moved_at = self._clock()
@@ -338,17 +323,16 @@ class Receiver:
         size = self._engine.spec.block_bytes
         return sum(
             (one.last - one.first - len(one.landed)) * size
-            for one in self.inbox.all()
+            for one in self.transfers.all()
             if one.state in LIVE
         )
 
     # -- ending -----------------------------------------------------------------------------------
 
     def _finish_if_complete(self, transfer: Transfer[Sequence]) -> None:
-        if transfer.state in LIVE:
-            return
-        self._release(transfer, transfer.last)
-        transfer.owner.request.timeline.shipped_from = transfer.finished_at
+        if transfer.state not in LIVE:
+            self._release(transfer, transfer.last)
+            transfer.owner.request.timeline.shipped_from = transfer.finished_at
 
     def _release(self, transfer: Transfer[Sequence], reached: int) -> None:
         """The sequence goes on behind block `reached`."""
@@ -362,7 +346,7 @@ class Receiver:
         self, transfer: Transfer[Sequence], *, acknowledged: bool, again: bool = False
     ) -> None:
         """Ends a transfer early. Unless `again`, this prefill node has had its chance."""
-        self.inbox.abort(transfer, acknowledged=acknowledged)
+        self.transfers.abort(transfer, acknowledged=acknowledged)
         transfer.moved_at = self._clock()
         if not again:
             transfer.owner.attempts[transfer.prefill_node] = MAX_ATTEMPTS
@@ -375,7 +359,7 @@ class Receiver:
         self._fail(transfer, acknowledged=not told, again=True)
 
     def _declined(self, message: Declined) -> None:
-        transfer = self.inbox.find(message.transfer, message.epoch)
+        transfer = self.transfers.find(message.transfer, message.epoch)
         if transfer is not None:
             self._said.info(
                 "declined",
@@ -390,10 +374,10 @@ class Receiver:
 
     def _aborted_there(self, message: TransferAborted) -> None:
         """An abort was acknowledged, or the prefill node gave up, or knows nothing of it."""
-        if self.inbox.is_aborted(message.transfer, message.epoch):
-            self.inbox.drained(message.transfer, message.epoch)
+        if self.transfers.is_aborted(message.transfer, message.epoch):
+            self.transfers.drained(message.transfer, message.epoch)
             return
-        transfer = self.inbox.find(message.transfer, message.epoch)
+        transfer = self.transfers.find(message.transfer, message.epoch)
         if transfer is not None:
             whose = transfer.prefill_node
             self._said.warning("gave up", whose, "%s gave up: %.100s", whose, message.reason)
@@ -401,22 +385,19 @@ class Receiver:
 
     def cancel(self, sequence: Sequence) -> None:
         """The sequence no longer wants its blocks, which may be reused at once."""
-        transfer = self.inbox.of_owner(sequence)
+        transfer = self.transfers.of_owner(sequence)
         if transfer is None:
             return
         told = transfer.offered and self._send(
             transfer, AbortTransfer(transfer.number, transfer.epoch)
         )
-        self.inbox.abort(transfer, acknowledged=not told)
+        self.transfers.abort(transfer, acknowledged=not told)
         transfer.moved_at = self._clock()
         sequence.sources.shipped(transfer.first, transfer.leading, transfer.accepted)
 
     def _lost(self, address: str) -> None:
-        for transfer in self.inbox.of_node(address):
+        for transfer in self.transfers.of_node(address):
             if transfer.state in LIVE:
                 self._fail(transfer, acknowledged=True)
             else:
-                self.inbox.drained(transfer.number, transfer.epoch)
-
-    def close(self) -> None:
-        self.links.close()
+                self.transfers.drained(transfer.number, transfer.epoch)

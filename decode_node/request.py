@@ -103,8 +103,16 @@ class Request:
         return (self.message.priority, self.timeline.arrived)
 
     @property
-    def generated(self) -> int:
-        return sum(len(output) for output in self.outputs.values())
+    def key(self) -> tuple[bytes, int]:
+        """What tells it from all others: whose it is, and the number it has there."""
+        return (self.peer.identity, self.message.request)
+
+    def token_ids(self) -> list[int]:
+        """Every id that it names, wherever."""
+        biased = [token for token, _ in self.params.logit_bias]
+        ids = [*self.prompt, *self.forced, *biased]
+        ids += self.message.eos_ids + self.message.stop_token_ids
+        return [*ids, *(token for output in self.outputs.values() for token in output)]
 
     def finish_reason(self, choice: int, token: int) -> str:
         """Why `token`, just appended to the choice's output, is its last; empty if it is not."""
@@ -244,17 +252,11 @@ class Sequence:
     """A slot of the arena was not what it should be: its blocks shall come as bytes."""
     awaited: bytes = b""
     """Key of the block that another sequence was computing when this one was last looked at."""
-    sources: BlockSources = field(default_factory=lambda: BlockSources())
+    sources: BlockSources = field(default_factory=BlockSources)
 
     @property
     def remaining(self) -> int:
         return len(self.tokens) - self.computed
-
-    @property
-    def growth_left(self) -> int:
-        """How many tokens it may still generate."""
-        done = len(self.request.outputs[self.choices[0]])
-        return max(0, self.request.message.max_tokens - done)
 
 
 def prompt_sources(sequence: Sequence, block_size: int) -> PromptSources:

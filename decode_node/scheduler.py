@@ -77,7 +77,9 @@ class DecodeScheduler:
 
     def blocks_needed(self, sequence: Sequence) -> int:
         """Blocks for the sequence and the first growth of all its choices."""
-        growth = min(sequence.growth_left, GROWTH_TOKENS)
+        request = sequence.request
+        left = request.message.max_tokens - len(request.outputs[sequence.choices[0]])
+        growth = max(0, min(left, GROWTH_TOKENS))
         return self._blocks_with_growth(len(sequence.tokens), growth, len(sequence.choices))
 
     def _blocks_with_growth(self, tokens: int, growth: int, choices: int) -> int:
@@ -111,8 +113,9 @@ class DecodeScheduler:
     def admit(self) -> list[Sequence]:
         """Moves what fits from the queue to the running list, with its blocks."""
         admitted = []
+        choices = sum(len(running.choices) for running in self.running)
         for sequence in list(self.waiting):
-            if self._num_choices() + len(sequence.choices) > self.limits.max_num_seqs:
+            if choices + len(sequence.choices) > self.limits.max_num_seqs:
                 break
             if self._awaits_other(sequence):
                 continue
@@ -121,10 +124,8 @@ class DecodeScheduler:
             self.waiting.remove(sequence)
             self.running.append(sequence)
             admitted.append(sequence)
+            choices += len(sequence.choices)
         return admitted
-
-    def _num_choices(self) -> int:
-        return sum(len(sequence.choices) for sequence in self.running)
 
     def _matchable(self, sequence: Sequence) -> list[bytes]:
         if not self.reuse:
@@ -190,9 +191,7 @@ class DecodeScheduler:
         preempted: list[Sequence] = []
         for sequence in sorted(self.running, key=lambda running: running.request.order):
             while sequence.phase is Phase.DECODING and not self._grow(sequence):
-                youngest = max(self.running, key=lambda running: running.request.order)
-                self.preempt(youngest)
-                preempted.append(youngest)
+                preempted.append(self.preempt_youngest())
         return preempted
 
     def _grow(self, sequence: Sequence) -> bool:
@@ -259,12 +258,14 @@ class DecodeScheduler:
 
     # -- leaving -----------------------------------------------------------------------------------
 
-    def preempt(self, sequence: Sequence) -> None:
-        """Takes everything from a running sequence and queues it again."""
+    def preempt_youngest(self) -> Sequence:
+        """Takes everything from the running sequence that came last, and queues it again."""
+        sequence = max(self.running, key=lambda running: running.request.order)
         self._let_go(sequence)
         sequence.phase = Phase.WAITING
         sequence.request.preemptions += 1
         self.add(sequence)
+        return sequence
 
     def end(self, sequence: Sequence) -> None:
         """The sequence is over, wherever it was; its committed blocks stay findable."""

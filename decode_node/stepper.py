@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from kvferry.decode_node.request import Phase, Request, Sequence, prompt_sources
 from kvferry.decode_node.scheduler import DecodeScheduler, Plan
 from kvferry.kernels.engine import Batch, Engine, Logits, Span
-from kvferry.kernels.sampling import Sampled, sample
+from kvferry.kernels.sampling import sample
 from kvferry.kvstore.wire.generation import Token
 
 
@@ -57,7 +57,7 @@ class Stepper:
         self._block_size = engine.spec.block_size
         self._scheduler = scheduler
 
-    def run(self, plan: Plan, between_layers: Callable[[], None]) -> Produced:
+    def run(self, plan: Plan) -> Produced:
         """Runs the plan's slices in one pass."""
         started = self._clock()
         for sequence, _, _ in (one for one in plan.slices if one.is_last):
@@ -74,7 +74,7 @@ class Stepper:
                 for one in plan.slices
             )
         )
-        logits = self._engine.forward(batch, between_layers)
+        logits = self._engine.forward(batch, lambda: None)
         produced = Produced()
         row = 0
         for one in plan.slices:
@@ -115,28 +115,13 @@ class Stepper:
         request.timeline.last_token = now
 
     def _append(self, sequence: Sequence, choice: int, row: Logits) -> Token:
+        """Draws the next token of a choice; a forced one, as long as there are some."""
         request = sequence.request
-        output = request.outputs[choice]
+        output, params = request.outputs[choice], request.params
         index = len(output)
-        drawn = self._draw(request, choice, output, row)
-        output.append(drawn.token)
-        sequence.tokens.append(drawn.token)
-        return Token(
-            request.message.request,
-            choice,
-            index,
-            drawn.token,
-            request.finish_reason(choice, drawn.token),
-            drawn.logprob or 0.0,
-            drawn.top,
-        )
-
-    def _draw(self, request: Request, choice: int, output: list[int], row: Logits) -> Sampled:
-        index = len(output)
-        params = request.params
         if index < len(request.forced):
             params = replace(params, temperature=0.0, logit_bias=((request.forced[index], 1e9),))
-        return sample(
+        drawn = sample(
             row,
             params,
             seed=request.message.seed,
@@ -146,3 +131,8 @@ class Stepper:
             output=output,
             suppressed=request.message.eos_ids + request.message.stop_token_ids,
         )
+        output.append(drawn.token)
+        sequence.tokens.append(drawn.token)
+        finish = request.finish_reason(choice, drawn.token)
+        number, logprob = request.message.request, drawn.logprob or 0.0
+        return Token(number, choice, index, drawn.token, finish, logprob, drawn.top)

@@ -78,13 +78,9 @@ class Job:
         self.credit = min(self.credit + size, max(MAX_CREDIT_BYTES, 2 * block_bytes))
 
     @property
-    def target(self) -> int:
-        """Tokens to compute, reused ones included."""
-        return len(self.tokens)
-
-    @property
     def remaining(self) -> int:
-        return self.target - self.computed
+        """Tokens to compute."""
+        return len(self.tokens) - self.computed
 
     @property
     def order(self) -> tuple[int, float]:

@@ -26,25 +26,26 @@ class Offers:
         server: Server,
         scheduler: PrefillScheduler,
         clock: Callable[[], float],
+        counters: Counter[str],
         *,
         max_queued: int,
     ) -> None:
-        self.counters: Counter[str] = Counter()
         self.newest: dict[bytes, int] = {}
         """By peer: the newest transfer it has offered or aborted."""
         self._engine = engine
         self._server = server
         self._scheduler = scheduler
         self._clock = clock
+        self._counters = counters
         self._max_queued = max_queued
 
     def receive(self, peer: Peer, offer: Offer, *, draining: bool) -> None:
         """Queues a job for it, declines it, or tells a late copy that it has ended."""
         if self._scheduler.find(peer.identity, offer.transfer, offer.epoch) is not None:
-            self.counters["offers_duplicated"] += 1
+            self._counters["offers_duplicated"] += 1
             return
         if offer.transfer <= self.newest.get(peer.identity, 0):
-            self.counters["offers_stale"] += 1
+            self._counters["offers_stale"] += 1
             self._server.send(peer, TransferAborted(offer.transfer, offer.epoch, "ended"))
             return
         self.newest[peer.identity] = offer.transfer
@@ -53,7 +54,7 @@ class Offers:
         if job is None:
             self._decline(peer, offer, reason or "invalid")
             return
-        self.counters["transfers"] += 1
+        self._counters["transfers"] += 1
         job.grant(0, self._engine.spec.block_bytes)
         self._scheduler.add(job)
 
@@ -85,6 +86,6 @@ class Offers:
         return job if valid else None
 
     def _decline(self, peer: Peer, offer: Offer, reason: str) -> None:
-        self.counters["transfers_declined"] += 1
+        self._counters["transfers_declined"] += 1
         needed, available = offer.last, self._scheduler.pool.num_blocks
         self._server.send(peer, Declined(offer.transfer, offer.epoch, reason, needed, available))

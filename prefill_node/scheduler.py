@@ -36,7 +36,8 @@ class PrefillScheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.reuse = reuse
         self.waiting: list[Job] = []
-        self.active: list[Job] = []
+        self.running: list[Job] = []
+        """Accepted ones: they have their blocks."""
         self._computing: list[Job] = []
 
     # -- entering -------------------------------------------------------------------------------
@@ -46,7 +47,7 @@ class PrefillScheduler:
         self.waiting.sort(key=lambda waiting: waiting.order)
 
     def accept(self) -> list[Job]:
-        """Moves what fits from the queue to the active jobs, with its blocks."""
+        """Moves what fits from the queue to the running jobs, with its blocks."""
         accepted = []
         for job in list(self.waiting):
             if self._awaits_other(job):
@@ -54,7 +55,7 @@ class PrefillScheduler:
             if not self._reserve(job):
                 break
             self.waiting.remove(job)
-            self.active.append(job)
+            self.running.append(job)
             accepted.append(job)
         return accepted
 
@@ -88,8 +89,8 @@ class PrefillScheduler:
         return True
 
     def tokens_ahead(self, job: Job) -> int:
-        """Tokens that other active jobs still have to compute."""
-        return sum(other.remaining for other in self.active if other is not job)
+        """Tokens that other running jobs still have to compute."""
+        return sum(other.remaining for other in self.running if other is not job)
 
     # -- loading ---------------------------------------------------------------------------------
 
@@ -105,9 +106,9 @@ class PrefillScheduler:
         """The chunks of the next pass; tell `computed` or `abandoned` when it is over."""
         budget = self.max_num_batched_tokens
         chunks = []
-        jobs = [job for job in self.active if job.remaining and not job.loading]
+        jobs = [job for job in self.running if job.remaining and not job.loading]
         for job in sorted(jobs, key=lambda job: urgency(job.remaining, now - job.arrived)):
-            end = chunk_end(job.computed, budget, job.target)
+            end = chunk_end(job.computed, budget, len(job.tokens))
             if end > job.computed:
                 budget -= end - job.computed
                 chunks.append(Chunk(job, job.computed, end))
@@ -153,21 +154,21 @@ class PrefillScheduler:
         """Everything was sent: the receiver has its own copy, ours stays findable."""
         assert job.sent == job.last
         job.state = JobState.COMPLETE
-        self.active.remove(job)
+        self.running.remove(job)
         self.pool.release(job.blocks)
         job.blocks = []
 
     # -- leaving ---------------------------------------------------------------------------------
 
     def find(self, identity: bytes, number: int, epoch: int) -> Job | None:
-        for job in self.active + self.waiting:
+        for job in self.running + self.waiting:
             same = job.number == number and job.epoch == epoch
             if same and job.peer.identity == identity and job.state is not JobState.ABORTED:
                 return job
         return None
 
     def of_peer(self, identity: bytes) -> list[Job]:
-        jobs = self.active + self.waiting
+        jobs = self.running + self.waiting
         return [
             job
             for job in jobs
@@ -185,16 +186,16 @@ class PrefillScheduler:
             self._let_go(job)
 
     def _let_go(self, job: Job) -> None:
-        self.active.remove(job)
+        self.running.remove(job)
         self.pool.release(job.blocks)
         job.blocks = []
         job.state = JobState.DRAINED
 
     def check(self) -> None:
-        """Proves that the active jobs hold exactly what the pool says is held."""
+        """Proves that the running jobs hold exactly what the pool says is held."""
         self.pool.check()
-        held = {block for job in self.active for block in job.blocks}
+        held = {block for job in self.running for block in job.blocks}
         assert len(held) == self.pool.num_held, "blocks are held by nobody"
         assert all(not job.blocks for job in self.waiting)
-        assert all(len(job.blocks) == job.last for job in self.active)
-        assert all(job in self.active for job in self._computing)
+        assert all(len(job.blocks) == job.last for job in self.running)
+        assert all(job in self.running for job in self._computing)

@@ -26,10 +26,15 @@ class Shipper:
     """All shipments of one prefill node."""
 
     def __init__(
-        self, engine: Engine, server: Server, scheduler: PrefillScheduler, lending: Lending
+        self,
+        engine: Engine,
+        server: Server,
+        scheduler: PrefillScheduler,
+        lending: Lending,
+        counters: Counter[str],
     ) -> None:
-        self.lending = lending
-        self.counters: Counter[str] = Counter()
+        self._lending = lending
+        self._counters = counters
         self._engine = engine
         self._server = server
         self._scheduler = scheduler
@@ -37,7 +42,7 @@ class Shipper:
 
     def ship(self) -> None:
         """Ships all that may be shipped now, and completes the jobs of which it was the last."""
-        for job in list(self._scheduler.active):
+        for job in list(self._scheduler.running):
             if job.state is JobState.ABORTED:
                 continue
             while self._ship_some(job):
@@ -70,7 +75,7 @@ class Shipper:
         def read(at: int) -> bytes | memoryview:
             return self._engine.read(blocks[at])
 
-        refs = self.lending.lend(job, first, parent, keys, read)
+        refs = self._lending.lend(job, first, parent, keys, read)
         if not refs:
             return False
         slots, sums = zip(*((ref.slot, ref.checksum) for ref in refs), strict=True)
@@ -78,13 +83,13 @@ class Shipper:
         if not self._server.send(job.peer, header):
             return False
         self._shipped(job, len(refs))
-        self.counters["lent_bytes"] += len(refs) * self._engine.spec.block_bytes
+        self._counters["lent_bytes"] += len(refs) * self._engine.spec.block_bytes
         return True
 
     def _shipped(self, job: Job, count: int) -> None:
         block_bytes = self._engine.spec.block_bytes
         self._scheduler.shipped(job, count, block_bytes)
-        self.counters["shipped_bytes"] += count * block_bytes
+        self._counters["shipped_bytes"] += count * block_bytes
 
     def _complete(self, job: Job) -> None:
         reused = max(0, min(job.prefix, job.last) - job.first)

@@ -23,7 +23,7 @@ from kvferry.gateway.protocols.operator import FaultsRequest
 from kvferry.gateway.router.link import NodeLink
 from kvferry.gateway.router.nodes import Nodes
 from kvferry.gateway.service import Gateway
-from kvferry.kvstore.node.ledger import check_figures, process_figures
+from kvferry.kvstore.node.debug import check_figures, process_figures
 from kvferry.kvstore.wire.faults import FaultInjector, rules_from_json
 
 ANSWER_SECONDS = 2.0

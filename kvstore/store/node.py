@@ -4,8 +4,8 @@
        ▲                                                                                 │
        └─────────────────────────────────────────────────────────────────────────────────┘
 
-Owns the order of a round, whose blocks are kept here, and which message goes where: nodes come and
-go in `members`, their blocks pass through `traffic`, operators are answered by
+Owns the order of a round and its end, whose blocks are kept here, and which message goes where:
+nodes come and go in `members`, their blocks pass through `traffic`, operators are answered by
 `admin`. What is decided about blocks is decided in `tiers`.
 """
 
@@ -13,16 +13,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import zmq
 
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.keys import split_keys
-from kvferry.kvstore.node.announce import REPORT_SECONDS
-from kvferry.kvstore.node.debug import DebugDesk, DebugSwitches, StoreHooks
-from kvferry.kvstore.process.collector import Collector
+from kvferry.kvstore.node.debug import DebugSwitches, StoreHooks
+from kvferry.kvstore.node.loop import IDLE_POLL_MS, NodeLoop
 from kvferry.kvstore.store.admin import answer_admin
 from kvferry.kvstore.store.figures import tier_figures
 from kvferry.kvstore.store.members import Members
@@ -33,7 +31,7 @@ from kvferry.kvstore.tiers.disk.worker import DiskFaults
 from kvferry.kvstore.tiers.shared_memory import SharedMemory
 from kvferry.kvstore.wire.hello import Hello, Refused, Welcome
 from kvferry.kvstore.wire.server import FromPeer, Peer, Server
-from kvferry.kvstore.wire.status import DebugRequest, Drain, Resync, Status
+from kvferry.kvstore.wire.status import Status
 from kvferry.kvstore.wire.store import (
     Attach,
     CacheReply,
@@ -55,14 +53,14 @@ from kvferry.kvstore.wire.store import (
 log = logging.getLogger(__name__)
 
 NODE_ROLES = ("prefill", "decode")
-BUSY_POLL_MS, IDLE_POLL_MS = 20, 200
-DRAIN_SECONDS = 10.0
+BUSY_POLL_MS = 20
+"""While time alone may bring something to do."""
 LAST_WORDS_MS = 250
 """With nothing to read for so long, nodes that have ended have been heard to their end."""
 
 
-class StoreNode:
-    """Runs until `stopping` says so.
+class StoreNode(NodeLoop):
+    """Runs until a stop is asked for; nodes do without it from then on.
 
     Raises
     ------
@@ -79,32 +77,19 @@ class StoreNode:
         debug: DebugSwitches | None = None,
         files: FileSystem | None = None,
     ) -> None:
-        self.debug = DebugDesk(
-            server,
-            debug or DebugSwitches(),
-            ledger=lambda: self.ledger(),
-            check=lambda: self.check(),
-            clients=lambda: (),
-            on_store=lambda hooks: self._inject(hooks),
-        )
+        super().__init__(server, clock, debug, on_store=self._inject)
         self.storage: ModelStorage | None = None
         self.faults = DiskFaults()
-        self._server = server
         self._sizes = sizes
-        self._clock = clock
         self._files = files
         if files is None and sizes.disk:
             self._files = open_files(sizes.folder)
         self._memory: SharedMemory | None = self._new_memory()
         self._fingerprint: dict[str, str] | None = None
-        self._collector: Collector | None = None
         self._early: dict[bytes, tuple[Peer, Attach]] = {}
         """Nodes that attach while the disk is still being read."""
-        self._report_at = 0.0
-        self._counters: Counter[str] = Counter()
-        self._members = Members(server, self._counters)
-        self._traffic = Traffic(server, self._members, self._counters)
-        self._draining = False
+        self._members = Members(server, self.counters)
+        self._traffic = Traffic(server, self._members, self.counters)
         server.open_to(self._admit)
 
     def _new_memory(self) -> SharedMemory:
@@ -114,26 +99,46 @@ class StoreNode:
 
     # -- the loop -------------------------------------------------------------------------------
 
-    def run(
-        self,
-        stop_fd: int,
-        stopping: Callable[[], bool],
-        drain_s: float = DRAIN_SECONDS,
-        collector: Collector | None = None,
-    ) -> None:
-        """Serves until a stop is asked for; then writes what waits to be written.
+    def turn(self) -> None:
+        """One round of the loop."""
+        self.receive()
+        now = self._clock()
+        if self.storage is not None:
+            self._turn_storage(self.storage, now)
+        self._announcer.tick(now)
+
+    def sleep_ms(self) -> int:
+        return IDLE_POLL_MS if self.idle else BUSY_POLL_MS
+
+    def sockets(self) -> Iterable[zmq.Socket[bytes] | int]:
+        disk = None if self.storage is None else self.storage.disk
+        return () if disk is None else (disk.fileno(),)
+
+    @property
+    def idle(self) -> bool:
+        """Whether only a message can bring something to do."""
+        if self.storage is None:
+            return True
+        tiers = self.storage.tiers
+        writes = tiers.disk is not None and tiers.disk.wants_turn(self._clock())
+        return not (self._members.num_quarantined or tiers.fetches.active or writes)
+
+    @property
+    def may_end(self) -> bool:
+        """Nobody is waited for: nodes that still read compute what they do not get."""
+        return True
+
+    def give_up(self) -> None:
+        """Nothing: `finish` keeps to its time."""
+
+    def finish(self, timeout: float) -> None:
+        """Writes what waits to be written.
 
         Nodes that ended before have said what they had to say: it is read first.
         """
-        self._collector = collector
-        while not stopping() and not self._draining:
-            self._wait(stop_fd)
-            self.turn()
-            if collector is not None:
-                collector.turn(idle=not self._is_busy())
         began = self._clock()
-        deadline = began + drain_s
-        while self._server.socket.poll(LAST_WORDS_MS) and self._clock() < began + drain_s / 2:
+        deadline = began + timeout
+        while self._server.socket.poll(LAST_WORDS_MS) and self._clock() < began + timeout / 2:
             self.turn()
         if self.storage is not None:
             self.storage.drain(lambda: self._clock() > deadline, self._clock)
@@ -141,35 +146,6 @@ class StoreNode:
             if disk is not None and disk.unwritten:
                 unwritten = disk.unwritten * disk.index.span
                 log.warning("%d bytes were not written in time: they are lost", unwritten)
-
-    def _wait(self, stop_fd: int) -> None:
-        poller = zmq.Poller()
-        poller.register(self._server.socket, zmq.POLLIN)
-        poller.register(stop_fd, zmq.POLLIN)
-        if self.storage is not None and self.storage.disk is not None:
-            poller.register(self.storage.disk.fileno(), zmq.POLLIN)
-        poller.poll(BUSY_POLL_MS if self._is_busy() else IDLE_POLL_MS)
-
-    def _is_busy(self) -> bool:
-        """Whether time alone may bring something to do."""
-        if self.storage is None:
-            return False
-        tiers = self.storage.tiers
-        writes = tiers.disk is not None and tiers.disk.wants_turn(self._clock())
-        return bool(self._members.num_quarantined or tiers.fetches.active or writes)
-
-    def turn(self) -> None:
-        """One round of the loop."""
-        now = self._clock()
-        for received in self._server.receive():
-            self._handle(received, now)
-        now = self._clock()
-        self._server.tick(now)
-        for peer in self._server.take_lost():
-            self._lost(peer)
-        if self.storage is not None:
-            self._turn_storage(self.storage, now)
-        self._report(now)
 
     def _turn_storage(self, storage: ModelStorage, now: float) -> None:
         if storage.disk is not None:
@@ -239,37 +215,32 @@ class StoreNode:
         self.storage = storage
         return storage
 
-    def _lost(self, peer: Peer) -> None:
+    def lost(self, peer: Peer) -> None:
         self._early.pop(peer.identity, None)
         if self.storage is not None:
             self._members.lost(self.storage, peer)
 
     # -- messages -------------------------------------------------------------------------------
 
-    def _handle(self, received: FromPeer, now: float) -> None:
-        peer, message = received.peer, received.message
+    def handle(self, received: FromPeer) -> bool:
+        peer, message, now = received.peer, received.message, self._clock()
         match message:
             case Attach():
                 self._attached(peer, message)
             case CacheRequest():
                 body = answer_admin(message, self.storage, self._files, self.figures, now)
                 self._server.send(peer, CacheReply(message.number, body))
-            case DebugRequest():
-                self.debug.answer(peer, message)
-            case Drain():
-                self._draining = True
-            case Resync():
-                pass  # of keys, which a store does not announce
             case _:
-                self._of_member(received, now)
+                return self._of_member(received, now)
+        return True
 
-    def _of_member(self, received: FromPeer, now: float) -> None:
+    def _of_member(self, received: FromPeer, now: float) -> bool:
         message = received.message
         member = self._members.find(received.peer.identity)
         storage = self.storage
         if member is None or storage is None:
-            self._counters["messages_unattached"] += 1
-            return
+            self.counters["messages_unattached"] += 1
+            return True
         owner = member.peer.identity
         try:
             match message:
@@ -300,10 +271,11 @@ class StoreNode:
                 case Damaged(key):
                     storage.tiers.damaged(key)
                 case _:
-                    log.warning("ignored a %s", type(message).__name__)
+                    return False
         except ValueError as error:
-            self._counters["messages_invalid"] += 1
+            self.counters["messages_invalid"] += 1
             log.warning("a %s makes no sense: %s", type(message).__name__, error)
+        return True
 
     def _inject(self, hooks: StoreHooks) -> None:
         if hooks.read_delay_ms is not None:
@@ -322,31 +294,24 @@ class StoreNode:
 
     # -- state ----------------------------------------------------------------------------------
 
-    def _report(self, now: float) -> None:
-        if now < self._report_at:
-            return
-        self._report_at = now + REPORT_SECONDS
-        host = None if self.storage is None else self.storage.tiers.host
-        status = Status(
-            running=0 if self.storage is None else len(self.storage.tiers.fetches.active),
+    def status(self) -> Status:
+        tiers = None if self.storage is None else self.storage.tiers
+        resident = 0 if tiers is None else tiers.host.num_resident
+        return Status(
+            running=0 if tiers is None else len(tiers.fetches.active),
             waiting=0,
-            blocks_used=0 if host is None else host.num_resident,
-            blocks_cached=0 if host is None else host.num_resident,
-            blocks_total=0 if host is None else host.num_slots,
-            draining=self._draining,
+            blocks_used=resident,
+            blocks_cached=resident,
+            blocks_total=0 if tiers is None else tiers.host.num_slots,
+            draining=self.draining,
             counters=self.figures(),
         )
-        for peer in list(self._server.peers.values()):
-            if peer.role == "gateway":
-                self._server.send(peer, status)
 
     def figures(self) -> dict[str, float]:
         """Counters and gauges by metric stem."""
         figures: dict[str, float] = {
-            **self._counters,
-            "frames_malformed": self._server.counters.malformed,
-            "frames_stale": self._server.counters.stale,
-            "peers_refused": self._server.counters.refused,
+            **self.counters,
+            **self.socket_counters(),
         }
         figures |= tier_figures(self.storage, self._sizes.ram, self._sizes.disk)
         figures["attached_nodes"] = len(self._members)
@@ -355,7 +320,6 @@ class StoreNode:
         return figures
 
     def ledger(self) -> dict[str, object]:
-        """Everything that is held here and by whom."""
         tiers = {} if self.storage is None else self.storage.tiers.ledger()
         return {
             **tiers,
@@ -365,7 +329,6 @@ class StoreNode:
         }
 
     def check(self) -> None:
-        """Proves the invariants of everything this process owns."""
         if self.storage is None:
             return
         self.storage.tiers.check()

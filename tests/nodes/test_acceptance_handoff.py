@@ -32,12 +32,12 @@ STAGES = ("waiting", "offered", "mid-chunk", "in transfer", "landed", "decoding"
 
 def stage_of(cluster: Cluster, number: int) -> str:
     """How far a request is: one of `STAGES`; "absent" before and after."""
-    request = next((one for one in cluster.decode.desk if one.message.request == number), None)
+    request = next((one for one in cluster.decode.requests if one.message.request == number), None)
     if request is None:
         return "absent"
     phases = [one.phase.value for one in cluster.decode.scheduler.sequences(request)]
-    inbox = cluster.decode.receiver.inbox
-    transfer = next((one for one in inbox.all() if one.owner.request is request), None)
+    transfers = cluster.decode.receiver.transfers
+    transfer = next((one for one in transfers.all() if one.owner.request is request), None)
     if phases != ["receiving"] or transfer is None:
         early = {"waiting": "waiting", "loading": "offered", "decoding": "decoding"}
         return early.get("".join(phases), "landed")
@@ -46,7 +46,7 @@ def stage_of(cluster: Cluster, number: int) -> str:
     if transfer.landed:
         return "in transfer"
     scheduler = cluster.prefill[0].scheduler
-    accepted = any(job.number == transfer.number for job in scheduler.active)
+    accepted = any(job.number == transfer.number for job in scheduler.running)
     return "mid-chunk" if accepted else "offered"
 
 
@@ -119,7 +119,7 @@ def test_late_frames_of_an_aborted_transfer_never_reach_another_request() -> Non
     cluster.gateway.send(Abort(x.request))
     server.faults.replace([])
     y = cluster.submit(cluster.message(prompt_of(500, seed=2), max_tokens=100))
-    dropped = cluster.decode.receiver.inbox.counters
+    dropped = cluster.decode.receiver.transfers.counters
     cluster.until(lambda: y.ended)
     assert y.ids() == cluster.reply(prompt_of(500, seed=2), 100)
     cluster.until(lambda: dropped.dropped > 0)
@@ -131,7 +131,7 @@ def test_late_frames_of_an_aborted_transfer_never_reach_another_request() -> Non
 def test_messages_of_transfers_that_nobody_knows_are_survived() -> None:
     cluster = Cluster(1)
     running = cluster.submit(cluster.message(prompt_of(3000), max_tokens=30))
-    cluster.until(lambda: cluster.decode.receiver.inbox.num_landed > 0)
+    cluster.until(lambda: cluster.decode.receiver.transfers.num_landed > 0)
     server = cluster.prefill[0]._server
     decode = next(peer for peer in server.peers.values() if peer.role == "decode")
     payload = bytes(cluster.engine.spec.block_bytes)
@@ -183,7 +183,7 @@ def test_a_burst_on_a_small_pool_finishes(prefill_nodes: int) -> None:
     for number, (message, answer) in enumerate(asked):
         if (message, answer) in staying:
             assert answer.ids() == cluster.reply(prompt_of(512, seed=number), 64)
-    assert cluster.decode._watch.stalls == 0
+    assert cluster.decode.stall_watch.stalls == 0
     print(f"halves: {halves[0]:.1f} s, {halves[1]:.1f} s")
     for message, _ in leaving:
         cluster.gateway.send(Abort(message.request))
@@ -203,17 +203,17 @@ def test_short_prompts_do_not_wait_for_a_long_one(monkeypatch: pytest.MonkeyPatc
     add, complete = node.scheduler.add, node.scheduler.complete
 
     def arrived(job: Job) -> None:
-        chunks[job.number] = -node._counters["chunks"]
+        chunks[job.number] = -node.counters["chunks"]
         add(job)
 
     def completed(job: Job) -> None:
-        chunks[job.number] += node._counters["chunks"]
+        chunks[job.number] += node.counters["chunks"]
         complete(job)
 
     monkeypatch.setattr(node.scheduler, "add", arrived)
     monkeypatch.setattr(node.scheduler, "complete", completed)
     long = cluster.submit(cluster.message(prompt_of(6000), max_tokens=1))
-    cluster.until(lambda: node._counters["chunks"] >= 2)
+    cluster.until(lambda: node.counters["chunks"] >= 2)
     for number in range(5):
         prompt = prompt_of(300, seed=10 + number)
         assert cluster.ask(prompt, max_tokens=1).ids() == cluster.reply(prompt, 1)

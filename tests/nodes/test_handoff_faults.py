@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import zmq
 
-from kvferry.decode_node.inbox import Windows
 from kvferry.decode_node.node import DecodeNode
-from kvferry.kvstore.node.watch import StallWatch
+from kvferry.decode_node.transfers import Windows
+from kvferry.kvstore.node.compute import StallWatch
 from kvferry.kvstore.wire.client import Client, LinkState
 from kvferry.kvstore.wire.codec import PROTOCOL, AnyMessage
 from kvferry.kvstore.wire.generation import Abort, Inquire, Rejected, Running
@@ -57,10 +57,10 @@ def test_another_prefill_node_takes_over_from_a_dead_one(share: float) -> None:
         for number, prompt in enumerate(prompts)
     ]
     doomed = cluster.prefill[0]
-    before = doomed._counters["computed_tokens"]
+    before = doomed.counters["computed_tokens"]
     of_it = 25 * 1536
-    cluster.until(lambda: doomed._counters["computed_tokens"] - before >= share * of_it)
-    assert doomed._counters["computed_tokens"] - before < of_it
+    cluster.until(lambda: doomed.counters["computed_tokens"] - before >= share * of_it)
+    assert doomed.counters["computed_tokens"] - before < of_it
     cluster.kill_prefill(doomed)
     cluster.prefill.remove(doomed)
     cluster.until(lambda: all(answer.ended for answer in answers), 60)
@@ -78,20 +78,20 @@ def test_a_stopped_reader_bounds_what_is_on_its_way(monkeypatch: pytest.MonkeyPa
     limits = replace(DECODE_LIMITS, max_num_seqs=50)
     cluster = Cluster(1, config=large, limits=limits, decode_blocks=1200, prefill_blocks=1200)
     monkeypatch.setattr("kvferry.kvstore.wire.sockets.HIGH_WATER", 10)  # for the link to come
-    prefill, inbox = cluster.prefill[0], cluster.decode.receiver.inbox
+    prefill, transfers = cluster.prefill[0], cluster.decode.receiver.transfers
     prefill._server.socket.setsockopt(zmq.SNDHWM, 10)
     prefill._server.socket.setsockopt(zmq.RCVHWM, 10)
-    inbox.windows = Windows(transfer=2 << 20, node=4 << 20, least=128 << 10)
+    transfers.windows = Windows(transfer=2 << 20, node=4 << 20, least=128 << 10)
     prompts = [prompt_of(300 + number // 10, seed=number) for number in range(200)]
     answers = [cluster.submit(cluster.message(prompt, max_tokens=2)) for prompt in prompts]
-    cluster.until(lambda: inbox.num_landed > 0)
+    cluster.until(lambda: transfers.num_landed > 0)
     shipped, still_from = 0, time.monotonic()
     while time.monotonic() < still_from + 0.5:
         prefill.turn()
         prefill.check()
-        if prefill.shipper.counters["shipped_bytes"] > shipped:
-            shipped, still_from = prefill.shipper.counters["shipped_bytes"], time.monotonic()
-    on_the_way = shipped - inbox.num_landed * cluster.engine.spec.block_bytes
+        if prefill.counters["shipped_bytes"] > shipped:
+            shipped, still_from = prefill.counters["shipped_bytes"], time.monotonic()
+    on_the_way = shipped - transfers.num_landed * cluster.engine.spec.block_bytes
     assert 0 < on_the_way <= 20 << 20, "4 MiB shared by fifty who came one after the other"
     cluster.until(lambda: all(answer.ended for answer in answers), 60)
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -102,7 +102,7 @@ def test_a_stopped_reader_bounds_what_is_on_its_way(monkeypatch: pytest.MonkeyPa
 
 def test_another_prefill_node_is_asked_when_the_first_declines() -> None:
     cluster = Cluster(2)
-    cluster.prefill[0]._draining = True
+    cluster.prefill[0].draining = True
     answer = cluster.ask(prompt_of(1000))
     assert answer.ids() == cluster.reply(prompt_of(1000))
     assert answer.done is not None and answer.done.sources.prefill == 992
@@ -146,7 +146,7 @@ def test_a_lost_frame_of_the_prefill_node_costs_only_time(kind: type) -> None:
     assert answer.ids() == cluster.reply(prompt_of(2000)) and answer.cached == 0
     message = cluster.message(prompt_of(2000, seed=1))
     cluster.submit(message)
-    cluster.until(lambda: bool(cluster.prefill[0].scheduler.active))
+    cluster.until(lambda: bool(cluster.prefill[0].scheduler.running))
     cluster.gateway.send(Abort(message.request))
     cluster.until(cluster.idle)
     assert lossy.lost == 1
@@ -171,9 +171,9 @@ def test_a_lost_frame_of_the_decode_node_costs_only_time(kind: type, times: int)
     assert answer.ids() == cluster.reply(prompt_of(450), 2)
     message = cluster.message(prompt_of(450, seed=1))
     cluster.submit(message)
-    cluster.until(lambda: any(one.offered for one in cluster.decode.receiver.inbox.all()))
+    cluster.until(lambda: any(one.offered for one in cluster.decode.receiver.transfers.all()))
     cluster.gateway.send(Abort(message.request))
-    cluster.until(lambda: not cluster.decode.desk)
+    cluster.until(lambda: not cluster.decode.requests)
     cluster.until(cluster.idle)
     assert lossy.lost > 0
     cluster.close()
@@ -185,7 +185,7 @@ def test_a_prefill_node_that_stalls_is_given_up() -> None:
     cluster = Cluster(2)
     cluster.ask(prompt_of(200, seed=50), prefill_nodes=(cluster.addresses[0],))
     answer = cluster.submit(cluster.message(prompt_of(3000)))
-    counters, before = cluster.prefill[0]._counters, 200 // 16 * 16
+    counters, before = cluster.prefill[0].counters, 200 // 16 * 16
     cluster.until(lambda: counters["computed_tokens"] > before)
     assert counters["computed_tokens"] < before + 2900, "it has nothing left to do"
     cluster.prefill[0].turn = lambda: None  # type: ignore[method-assign]
@@ -201,7 +201,7 @@ def test_a_repeated_generate_runs_once(cluster: Cluster) -> None:
     cluster.gateway.send(message)
     cluster.until(lambda: answer.ended)
     cluster.gateway.send(message)
-    cluster.until(lambda: cluster.decode.desk.counters["requests_repeated"] == 2)
+    cluster.until(lambda: cluster.decode.counters["requests_repeated"] == 2)
     for _ in range(20):
         cluster.turn()
     assert answer.ids() == cluster.reply(prompt_of(300)) and answer.rejected is None
@@ -231,7 +231,7 @@ def test_a_gateway_may_ask_how_far_a_request_is(cluster: Cluster) -> None:
 def test_an_account_that_was_lost_is_said_again_but_not_for_ever(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvferry.decode_node.desk.REMEMBERED", 3)
+    monkeypatch.setattr("kvferry.decode_node.request_table.REMEMBERED", 3)
     cluster.ask(prompt_of(300), max_tokens=3)
 
     def lose_the_account() -> int:
@@ -251,7 +251,7 @@ def test_an_account_that_was_lost_is_said_again_but_not_for_ever(
     cluster.gateway.send(Inquire(numbers[0]))
     cluster.until(lambda: forgotten.ended)
     assert forgotten.rejected is not None and forgotten.rejected.code == "unknown_request"
-    assert len(cluster.decode.desk._ended) == 3
+    assert len(cluster.decode.requests._ended) == 3
 
 
 @pytest.mark.B5
@@ -260,7 +260,7 @@ def test_only_a_gateway_may_end_a_node(cluster: Cluster, role: str) -> None:
     nodes: list[DecodeNode | PrefillNode] = [cluster.decode, *cluster.prefill]
     for node in nodes:
         _send_drain(cluster, node, role)
-    assert [node._state().draining for node in nodes] == [role == "gateway"] * len(nodes)
+    assert [node.status().draining for node in nodes] == [role == "gateway"] * len(nodes)
 
 
 def _send_drain(cluster: Cluster, node: DecodeNode | PrefillNode, role: str) -> None:
@@ -274,7 +274,7 @@ def _send_drain(cluster: Cluster, node: DecodeNode | PrefillNode, role: str) -> 
         return client.state is LinkState.READY and client.send(Drain())
 
     def heard() -> bool:
-        state = node._state()
+        state = node.status()
         return state.draining or state.counters.get("messages_ignored", 0) == 1
 
     cluster.until(sent)
@@ -289,8 +289,8 @@ def test_whoever_says_hello_as_another_loses_what_it_had(cluster: Cluster) -> No
     cluster.until(lambda: len(answer.ids()) > 3)
     (identity,) = [it.identity for it in server.peers.values() if it.role == "gateway"]
     server._meet(identity, 12345, Hello(PROTOCOL, "gateway", {}))
-    cluster.until(lambda: not cluster.decode.desk)
-    assert cluster.decode.desk.counters["requests_abandoned"] == 1
+    cluster.until(lambda: not cluster.decode.requests)
+    assert cluster.decode.counters["requests_abandoned"] == 1
 
 
 def test_the_watch_speaks_up_once_when_nothing_moves(caplog: pytest.LogCaptureFixture) -> None:

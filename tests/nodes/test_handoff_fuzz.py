@@ -128,7 +128,7 @@ class Mix:
             assert all(getattr(stages, name) >= 0 for name in stages.__struct_fields__)
         self.cluster.until(self.cluster.idle)
         decode = self.cluster.decode
-        assert not decode.desk
+        assert not decode.requests
 
 
 @pytest.mark.B1

@@ -120,7 +120,7 @@ def test_a_damaged_block_is_never_used(damages: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("kvferry.prefill_node.shipper.checksum", checksum_of_another)
     answer = cluster.ask(prompt_of(1000))
     assert answer.ids() == cluster.reply(prompt_of(1000))
-    assert cluster.decode.receiver.inbox.counters.damaged >= 1
+    assert cluster.decode.receiver.transfers.counters.damaged >= 1
     cluster.until(cluster.idle)
     cluster.close()
 
@@ -137,7 +137,7 @@ def test_blocks_that_came_twice_are_not_counted_as_hits(monkeypatch: pytest.Monk
     monkeypatch.setattr("kvferry.prefill_node.shipper.checksum", one_damaged)
     answer = cluster.ask(prompt_of(1000))
     assert answer.ids() == cluster.reply(prompt_of(1000))
-    assert cluster.decode.receiver.inbox.counters.damaged == 1
+    assert cluster.decode.receiver.transfers.counters.damaged == 1
     assert answer.cached == 0 and answer.done is not None
     assert answer.done.sources.prefill == 992 and answer.done.sources.decode == 8
     cluster.close()
@@ -168,7 +168,7 @@ def test_payloads_of_the_wrong_size_are_not_waited_for(
 def test_a_draining_node_waits_until_its_last_answer_was_read() -> None:
     cluster = Cluster(0)
     answer = cluster.submit(cluster.message(prompt_of(50), max_tokens=200))
-    cluster.until(lambda: bool(cluster.decode.desk))
+    cluster.until(lambda: bool(cluster.decode.requests))
     thread = threading.Thread(target=cluster.decode.run, args=(0, lambda: True))
     thread.start()
     time.sleep(0.3)
@@ -207,7 +207,7 @@ def test_a_prefill_node_that_ends_gives_up_what_takes_too_long(apart: Cluster) -
     answer = apart.submit(apart.message(prompt))
     apart.until(lambda: node.pool.num_held > 0)
     node.run(-1, lambda: True, 0.2)
-    assert node.pool.num_held == 0 and not node.scheduler.active
+    assert node.pool.num_held == 0 and not node.scheduler.running
     apart.until(lambda: answer.ended)
     assert answer.ids() == apart.reply(prompt), "the decode node does it alone"
     assert answer.done is not None and answer.done.sources.decode == 700

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from kvferry.decode_node import scheduler as decode_scheduler
-from kvferry.decode_node.inbox import Inbox, Transfer
 from kvferry.decode_node.receiver import Receiver
 from kvferry.decode_node.request import Sequence
 from kvferry.decode_node.scheduler import DecodeScheduler
+from kvferry.decode_node.transfers import Transfer, Transfers
 from kvferry.kvstore.tiers.device import BlockPool
 from kvferry.prefill_node.job import Job, JobState
 from kvferry.prefill_node.scheduler import PrefillScheduler
@@ -129,7 +129,7 @@ def wander(world: World, dice: random.Random, length: int) -> None:
 
 
 def _forgets_to_release(self: PrefillScheduler, job: Job) -> None:
-    self.active.remove(job)
+    self.running.remove(job)
     job.state = JobState.DRAINED
 
 
@@ -146,19 +146,21 @@ def _does_not_look_again(self: DecodeScheduler, sequence: Sequence) -> bool:
 
 
 def _cancels_in_silence(self: Receiver, sequence: Sequence) -> None:
-    transfer = self.inbox.of_owner(sequence)
+    transfer = self.transfers.of_owner(sequence)
     if transfer is not None:
-        self.inbox.abort(transfer, acknowledged=True)
+        self.transfers.abort(transfer, acknowledged=True)
 
 
 def _takes_all_for_landed(
     self: Receiver, transfer: Transfer[Sequence], *, acknowledged: bool, again: bool = False
 ) -> None:
-    self.inbox.abort(transfer, acknowledged=acknowledged)
+    self.transfers.abort(transfer, acknowledged=acknowledged)
     self._release(transfer, transfer.last)
 
 
-def _finds_the_dead(self: Inbox[Sequence], number: int, epoch: int) -> Transfer[Sequence] | None:
+def _finds_the_dead(
+    self: Transfers[Sequence], number: int, epoch: int
+) -> Transfer[Sequence] | None:
     return self._transfers.get(number)
 
 
@@ -176,8 +178,14 @@ MUTANTS = {
     "lost-peers-forgotten": (1, PrefillScheduler, "of_peer", _nobody, "1 jobs"),
     "claims-not-cleared": (1, BlockPool, "_unclaim", _nothing, "a claim on a block nobody holds"),
     "waits-for-ever": (0, DecodeScheduler, "_awaits_other", _does_not_look_again, "open requests"),
-    "drained-ignored": (1, Inbox, "drained", _nothing, "round and round: .* draining transfers"),
-    "dead-transfers-found": (1, Inbox, "find", _finds_the_dead, "IndexError"),
+    "drained-ignored": (
+        1,
+        Transfers,
+        "drained",
+        _nothing,
+        "round and round: .* draining transfers",
+    ),
+    "dead-transfers-found": (1, Transfers, "find", _finds_the_dead, "IndexError"),
     "death-unnoticed": (1, Receiver, "_lost", _nothing, "live transfers"),
     "loss-unnoticed": (1, Receiver, "_progress", _nothing, "round and round: open requests"),
     "cancelled-in-silence": (2, Receiver, "cancel", _cancels_in_silence, "1 jobs"),

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from kvferry.decode_node.inbox import Inbox, TransferState, Windows
 from kvferry.decode_node.request import Phase, Request, Sequence, open_request, open_sequences
 from kvferry.decode_node.scheduler import DecodeScheduler, Limits
+from kvferry.decode_node.transfers import Transfers, TransferState, Windows
 from kvferry.kvstore.keys import chain, pack_tokens
 from kvferry.kvstore.node.chunks import blocks_for, chunk_end, urgency
 from kvferry.kvstore.tiers.device import BlockPool
@@ -313,87 +313,89 @@ def test_no_receiver_is_granted_more_than_this_process_would_hold() -> None:
     assert job.credit == 2 * MAX_CREDIT_BYTES, "two blocks always fit"
 
 
-# -- the inbox ---------------------------------------------------------------------------------
+# -- the transfers ---------------------------------------------------------------------------------
 
 SIZE = 100
 WINDOWS = Windows(transfer=1000, node=2000, least=200)
 
 
 def test_credit_is_shared_out_among_the_transfers_of_one_node() -> None:
-    inbox: Inbox[str] = Inbox(SIZE, WINDOWS)
-    first = inbox.open("a", 0, 100, "p")
-    assert inbox.first_credit(first) == 1000
-    second, elsewhere = inbox.open("b", 0, 100, "p"), inbox.open("c", 0, 100, "q")
-    assert inbox.first_credit(second) == inbox.first_credit(elsewhere) == 1000
-    third = inbox.open("d", 0, 100, "p")
-    assert inbox.first_credit(third) == 666
-    fourth = inbox.open("e", 0, 100, "p")
-    assert inbox.first_credit(fourth) == 500
+    transfers: Transfers[str] = Transfers(SIZE, WINDOWS)
+    first = transfers.open("a", 0, 100, "p")
+    assert transfers.first_credit(first) == 1000
+    second, elsewhere = transfers.open("b", 0, 100, "p"), transfers.open("c", 0, 100, "q")
+    assert transfers.first_credit(second) == transfers.first_credit(elsewhere) == 1000
+    third = transfers.open("d", 0, 100, "p")
+    assert transfers.first_credit(third) == 666
+    fourth = transfers.open("e", 0, 100, "p")
+    assert transfers.first_credit(fourth) == 500
     # The windows of the first two shrink as their blocks land.
-    assert [inbox.credit(first, SIZE) for _ in range(6)] == [0, 0, 0, 0, 0, 100]
+    assert [transfers.credit(first, SIZE) for _ in range(6)] == [0, 0, 0, 0, 0, 100]
     assert first.window == 500 and second.window == 1000
     for one in (second, third, fourth):
-        inbox.abort(one, acknowledged=True)
-    assert inbox.credit(first, SIZE) == 600 and first.window == 1000
-    many = [inbox.open(str(number), 0, 9, "p") for number in range(40)]
-    assert {inbox.first_credit(one) for one in many[20:]} == {200}, "never too little to go on"
-    assert inbox.first_credit(first) == 200, "nothing of an earlier offer is out"
+        transfers.abort(one, acknowledged=True)
+    assert transfers.credit(first, SIZE) == 600 and first.window == 1000
+    many = [transfers.open(str(number), 0, 9, "p") for number in range(40)]
+    assert {transfers.first_credit(one) for one in many[20:]} == {200}, "never too little to go on"
+    assert transfers.first_credit(first) == 200, "nothing of an earlier offer is out"
 
 
 def test_a_transfer_completes_in_whatever_order_its_messages_come() -> None:
     for order in ("blocks first", "complete first"):
-        inbox: Inbox[str] = Inbox(SIZE, WINDOWS)
-        transfer = inbox.open("owner", 2, 4, "p")
-        inbox.accepted(Accepted(transfer.number, transfer.epoch, 0, 0.0))
+        transfers: Transfers[str] = Transfers(SIZE, WINDOWS)
+        transfer = transfers.open("owner", 2, 4, "p")
+        transfers.accepted(Accepted(transfer.number, transfer.epoch, 0, 0.0))
         done = Complete(transfer.number, transfer.epoch, 0, 2, 0.0, 0.0)
         if order == "complete first":
-            assert inbox.completed(done) is transfer
-        arriving = inbox.arriving(Blocks(transfer.number, transfer.epoch, 2, (0, 0)), [SIZE] * 2)
+            assert transfers.completed(done) is transfer
+        arriving = transfers.arriving(
+            Blocks(transfer.number, transfer.epoch, 2, (0, 0)), [SIZE] * 2
+        )
         assert arriving is not None and arriving.fresh == [0, 1]
-        inbox.landed(transfer, 3)
+        transfers.landed(transfer, 3)
         assert transfer.leading == 2
-        inbox.landed(transfer, 2)
+        transfers.landed(transfer, 2)
         if order == "blocks first":
             assert transfer.state is TransferState.STREAMING and transfer.leading == 4
-            inbox.completed(done)
-        assert transfer.state is TransferState.COMPLETE and inbox.num_live == 0
-        inbox.check()
+            transfers.completed(done)
+        assert transfer.state is TransferState.COMPLETE and transfers.num_live == 0
+        transfers.check()
 
 
 @pytest.mark.B2
 def test_frames_that_nobody_asked_for_are_dropped_and_counted() -> None:
-    inbox: Inbox[str] = Inbox(SIZE, WINDOWS)
-    transfer = inbox.open("owner", 2, 4, "p")
+    transfers: Transfers[str] = Transfers(SIZE, WINDOWS)
+    transfer = transfers.open("owner", 2, 4, "p")
     number, epoch = transfer.number, transfer.epoch
     for message in (
         Blocks(number + 1, epoch, 2, (0,)),
         Blocks(number, epoch + 1, 2, (0,)),
     ):
-        assert inbox.arriving(message, [SIZE]) is None
-    assert inbox.counters.dropped == 2
+        assert transfers.arriving(message, [SIZE]) is None
+    assert transfers.counters.dropped == 2
     for message, size in (
         (Blocks(number, epoch, 1, (0,)), SIZE),
         (Blocks(number, epoch, 4, (0,)), SIZE),
         (Blocks(number, epoch, 3, (0, 0)), SIZE),
         (Blocks(number, epoch, 2, (0,)), SIZE - 1),
     ):
-        unsound = inbox.arriving(message, [size] * len(message.checksums))
+        unsound = transfers.arriving(message, [size] * len(message.checksums))
         assert unsound is not None and not unsound.sound and not unsound.fresh
-    assert inbox.counters.damaged == 4
-    inbox.landed(transfer, 2)
-    again = inbox.arriving(Blocks(number, epoch, 2, (0, 0)), [SIZE, SIZE])
-    assert again is not None and again.fresh == [1] and inbox.counters.duplicates == 1
+    assert transfers.counters.damaged == 4
+    transfers.landed(transfer, 2)
+    again = transfers.arriving(Blocks(number, epoch, 2, (0, 0)), [SIZE, SIZE])
+    assert again is not None and again.fresh == [1] and transfers.counters.duplicates == 1
 
 
 def test_an_abort_stays_known_until_it_is_acknowledged() -> None:
-    inbox: Inbox[str] = Inbox(SIZE, WINDOWS)
-    transfer = inbox.open("owner", 0, 4, "p")
-    assert inbox.of_owner("owner") is transfer
-    inbox.abort(transfer, acknowledged=False)
-    assert inbox.num_draining == 1 and inbox.of_owner("owner") is None
+    transfers: Transfers[str] = Transfers(SIZE, WINDOWS)
+    transfer = transfers.open("owner", 0, 4, "p")
+    assert transfers.of_owner("owner") is transfer
+    transfers.abort(transfer, acknowledged=False)
+    assert transfers.num_draining == 1 and transfers.of_owner("owner") is None
     late = Blocks(transfer.number, transfer.epoch, 0, (0,))
-    assert inbox.arriving(late, [SIZE]) is None
-    inbox.drained(transfer.number, transfer.epoch + 1)
-    assert inbox.num_draining == 1
-    inbox.drained(transfer.number, transfer.epoch)
-    assert inbox.num_draining == 0 and transfer.state is TransferState.DRAINED
+    assert transfers.arriving(late, [SIZE]) is None
+    transfers.drained(transfer.number, transfer.epoch + 1)
+    assert transfers.num_draining == 1
+    transfers.drained(transfer.number, transfer.epoch)
+    assert transfers.num_draining == 0 and transfer.state is TransferState.DRAINED

@@ -50,10 +50,10 @@ def test_a_long_new_part_is_computed_behind_a_loaded_prefix(tmp_path: Path) -> N
         prompt = prompt_of(1008)
         ask(cluster, prompt)
         forget(cluster)
-        before = cluster.prefill[0]._counters["computed_tokens"]
+        before = cluster.prefill[0].counters["computed_tokens"]
         longer = prompt + prompt_of(400, seed=3)
         assert sources(ask(cluster, longer)) == {"host": 1008, "prefill": 384 + 0, "decode": 16}
-        assert cluster.prefill[0]._counters["computed_tokens"] - before == 384
+        assert cluster.prefill[0].counters["computed_tokens"] - before == 384
 
 
 def test_generated_blocks_are_kept_as_well(tmp_path: Path) -> None:
@@ -199,9 +199,9 @@ def test_a_preempted_transfer_or_load_counts_as_what_it_was(
     """Its blocks are findable afterwards, here and in the store, and so are more of its own."""
     with cluster_of(tmp_path) as cluster:
         prompt = prompt_of(3000)
-        loader, inbox = cluster.decode.loader, cluster.decode.receiver.inbox
+        loader, transfers = cluster.decode.loader, cluster.decode.receiver.transfers
         answer = cluster.submit(cluster.message(prompt, max_tokens=4, tenant=TENANT))
-        cluster.until(lambda: inbox.num_landed > 40)
+        cluster.until(lambda: transfers.num_landed > 40)
         cluster.decode.debug.preempt = 1
         cluster.until(lambda: answer.ended)
         assert answer.done is not None and answer.done.preemptions == 1
@@ -236,7 +236,7 @@ def test_a_client_may_leave_while_blocks_are_loaded(tmp_path: Path, turns: int) 
         for _ in range(turns):
             cluster.turn()
         cluster.gateway.send(Abort(message.request))
-        cluster.until(lambda: not cluster.decode.desk)
+        cluster.until(lambda: not cluster.decode.requests)
         cluster.until(cluster.idle)
         ask(cluster, prompt)
 

@@ -29,11 +29,11 @@ from kvferry.tests.rigs.store.cluster import (
 @pytest.mark.B9
 def test_on_one_host_a_shipment_is_a_slot(tmp_path: Path) -> None:
     with cluster_of(tmp_path) as cluster:
-        counters, store = cluster.prefill[0].shipper.counters, cluster.decode.loader.store
+        counters, store = cluster.prefill[0].counters, cluster.decode.loader.store
         for seed, length in enumerate((200, 512, 513, 1500)):
             assert sources(ask(cluster, prompt_of(length, seed)))["prefill"] > 0
         assert counters["lent_bytes"] == counters["shipped_bytes"] > 0
-        cluster.until(lambda: cluster.prefill[0].shipper.lending.num_lent == 0)
+        cluster.until(lambda: cluster.prefill[0].lending.num_lent == 0)
         assert store is not None and store.counters["shipments_damaged"] == 0
         settle(cluster)
         assert cluster.store is not None and cluster.store.storage is not None
@@ -43,7 +43,7 @@ def test_on_one_host_a_shipment_is_a_slot(tmp_path: Path) -> None:
 def test_inline_means_that_nothing_is_lent(tmp_path: Path) -> None:
     with cluster_of(tmp_path, transfer="inline") as cluster:
         ask(cluster, prompt_of(700))
-        counters = cluster.prefill[0].shipper.counters
+        counters = cluster.prefill[0].counters
         assert counters["lent_bytes"] == 0 and counters["shipped_bytes"] > 0
 
 
@@ -52,7 +52,7 @@ def test_a_small_arena_ships_the_rest_inline(tmp_path: Path) -> None:
     with cluster_of(tmp_path, ram=64 * 4096) as cluster:
         for seed in range(4):
             ask(cluster, prompt_of(1500, seed))
-        counters = cluster.prefill[0].shipper.counters
+        counters = cluster.prefill[0].counters
         assert 0 < counters["lent_bytes"] < counters["shipped_bytes"]
 
 
@@ -96,7 +96,7 @@ def test_a_decode_node_offers_what_reaches_its_store_by_nobody_else(
         prompt = prompt_of(2000)
         ask(cluster, prompt, 40)
         settle(cluster)
-        assert cluster.prefill[0]._counters["lent_bytes"] == 0
+        assert cluster.prefill[0].counters["lent_bytes"] == 0
         assert puts(cluster)["decode"] == 2039 // 16
         assert puts(cluster).get("prefill", 0) == (124 if where == "other" else 0)
         forget(cluster)
@@ -109,13 +109,13 @@ def test_after_a_restart_of_the_store_its_new_life_counts(tmp_path: Path) -> Non
     with cluster_of(tmp_path, transfer="inline") as cluster:
         prompt = prompt_of(3000)
         answer = cluster.submit(cluster.message(prompt, max_tokens=4, tenant=TENANT))
-        cluster.until(lambda: cluster.decode.receiver.inbox.num_landed > 0)
+        cluster.until(lambda: cluster.decode.receiver.transfers.num_landed > 0)
         cluster.prefill[0].debug.hold = frozenset({"transfer"})
         store = cluster.decode.loader.store
         assert store is not None
         sizes, address = cluster.sizes, cluster.stop_store(drain=False)
         restarted(cluster, sizes, address)
-        landed = cluster.decode.receiver.inbox.num_landed
+        landed = cluster.decode.receiver.transfers.num_landed
         assert landed < 187
         cluster.prefill[0].debug.hold = frozenset()
         cluster.until(lambda: answer.ended)
@@ -131,7 +131,7 @@ def test_a_slot_that_was_reused_under_a_shipment_is_noticed(
     with cluster_of(tmp_path) as cluster:
         prefill = cluster.prefill[0]
         assert cluster.store is not None and cluster.store.storage is not None
-        storage, lend = cluster.store.storage, prefill.shipper.lending.lend
+        storage, lend = cluster.store.storage, prefill.lending.lend
         damaged: list[int] = []
 
         def lend_and_damage(*args: Any) -> list[SlotRef]:
@@ -143,9 +143,9 @@ def test_a_slot_that_was_reused_under_a_shipment_is_noticed(
                 damaged.append(ref.slot)
             return refs
 
-        monkeypatch.setattr(prefill.shipper.lending, "lend", lend_and_damage)
+        monkeypatch.setattr(prefill.lending, "lend", lend_and_damage)
         ask(cluster, prompt_of(900))
-        assert damaged and cluster.decode.receiver.inbox.counters.damaged > 0
+        assert damaged and cluster.decode.receiver.transfers.counters.damaged > 0
 
 
 @pytest.mark.A5
@@ -157,12 +157,12 @@ def test_a_store_that_dies_under_a_shipment_turns_it_inline(tmp_path: Path) -> N
             cluster.submit(cluster.message(prompt, max_tokens=4, tenant=TENANT))
             for prompt in prompts
         ]
-        cluster.until(lambda: cluster.decode.receiver.inbox.num_landed > 40)
+        cluster.until(lambda: cluster.decode.receiver.transfers.num_landed > 40)
         cluster.stop_store(drain=False)
         cluster.until(lambda: all(answer.ended for answer in answers), 60)
         for prompt, answer in zip(prompts, answers, strict=True):
             assert answer.ids() == cluster.reply(prompt, 4)
-        assert cluster.prefill[0].shipper.counters["lent_bytes"] > 0
+        assert cluster.prefill[0].counters["lent_bytes"] > 0
 
 
 @pytest.mark.B1
@@ -178,9 +178,9 @@ def test_a_client_that_leaves_a_shipment_leaves_no_slot(tmp_path: Path, turns: i
             cluster.turn()
         for message in messages:
             cluster.gateway.send(Abort(message.request))
-        cluster.until(lambda: not cluster.decode.desk)
+        cluster.until(lambda: not cluster.decode.requests)
         cluster.until(cluster.idle)
-        cluster.until(lambda: cluster.prefill[0].shipper.lending.num_lent == 0)
+        cluster.until(lambda: cluster.prefill[0].lending.num_lent == 0)
         settle(cluster)
         assert cluster.store is not None and cluster.store.storage is not None
         assert not cluster.store.storage.tiers.ledger()["held"]
@@ -195,5 +195,5 @@ def test_a_lost_word_about_a_shipment_leaves_no_slot(tmp_path: Path) -> None:
         assert link is not None
         link.faults = FaultInjector([FaultRule("drop", ("Credit",))])
         ask(cluster, prompt_of(700))
-        assert cluster.prefill[0].shipper.lending.num_lent > 0
-        cluster.until(lambda: cluster.prefill[0].shipper.lending.num_lent == 0, 10)
+        assert cluster.prefill[0].lending.num_lent > 0
+        cluster.until(lambda: cluster.prefill[0].lending.num_lent == 0, 10)

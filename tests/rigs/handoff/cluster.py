@@ -296,8 +296,8 @@ class Cluster:
         """Whether no block is held and no transfer is known anywhere."""
         return (
             self.decode.pool.num_held == 0
-            and self.decode.receiver.inbox.num_live == 0
-            and self.decode.receiver.inbox.num_draining == 0
+            and self.decode.receiver.transfers.num_live == 0
+            and self.decode.receiver.transfers.num_draining == 0
             and all(node.pool.num_held == 0 for node in self.prefill)
         )
 

@@ -1,7 +1,7 @@
 """The two nodes of a hand-off as values: a state, what is given to it, the next state.
 
-The nodes are the real ones, with their schedulers, pools, inbox and jobs; only sockets, the engine
-and time are replaced (`handoff_fakes.py`). `view` is all of a node that can influence what comes,
+The nodes are the real ones, with their schedulers, pools, transfers and jobs; only sockets, the
+engine and time are replaced (`fakes.py`). `view` is all of a node that can influence what comes,
 with blocks and keys renamed; `prove` holds in every state. This module knows neither channels nor
 faults.
 """
@@ -13,8 +13,8 @@ from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple, cast
 
-from kvferry.decode_node.inbox import TransferState, Windows
 from kvferry.decode_node.node import DecodeLimits, DecodeNode
+from kvferry.decode_node.transfers import TransferState, Windows
 from kvferry.kvstore.tiers.device import BlockPool
 from kvferry.kvstore.wire.client import Client, LinkState
 from kvferry.kvstore.wire.codec import AnyMessage
@@ -72,7 +72,7 @@ class DecodeSide(Side):
         server = cast(Server, self.server)
         self.node = DecodeNode(self.engine, server, self._connect, limits, self.clock)
         # One block: the next one waits for its return.
-        self.node.receiver.inbox.windows = Windows(BLOCK, BLOCK, BLOCK)
+        self.node.receiver.transfers.windows = Windows(BLOCK, BLOCK, BLOCK)
 
     def _connect(self, address: str) -> Client:
         self.links.append(Link(address, self.sent))
@@ -108,13 +108,13 @@ class DecodeSide(Side):
 
     def left(self) -> str:
         """What it still holds."""
-        pool, inbox = self.node.pool, self.node.receiver.inbox
+        pool, transfers = self.node.pool, self.node.receiver.transfers
         things = {
-            "requests": len(self.node.desk),
+            "requests": len(self.node.requests),
             "held blocks": pool.num_held,
             "claims": len(pool._pending),
-            "live transfers": inbox.num_live,
-            "draining transfers": inbox.num_draining,
+            "live transfers": transfers.num_live,
+            "draining transfers": transfers.num_draining,
         }
         return ", ".join(f"{count} {what}" for what, count in things.items() if count)
 
@@ -140,10 +140,10 @@ class DecodeSide(Side):
         avoided = receiver.links._avoided.get(ADDRESS, 0.0) - self.clock.now
         return (
             sequences,
-            tuple(sorted(number for _, number in self.node.desk._ended)),
+            tuple(sorted(number for _, number in self.node.requests._ended)),
             _view_pool(self.node.pool, tables, names),
-            receiver.inbox._next,
-            tuple(self._view_transfer(one) for one in receiver.inbox.all()),
+            receiver.transfers._next,
+            tuple(self._view_transfer(one) for one in receiver.transfers.all()),
             tuple(link.state.value for link in self.links),
             max(0, -int(-avoided // QUANTUM)),
         )
@@ -241,7 +241,7 @@ class PrefillSide(Side):
         """What it still holds."""
         scheduler = self.node.scheduler
         things = {
-            "jobs": len(scheduler.active) + len(scheduler.waiting),
+            "jobs": len(scheduler.running) + len(scheduler.waiting),
             "held blocks": self.node.pool.num_held,
             "claims": len(self.node.pool._pending),
         }
@@ -250,7 +250,7 @@ class PrefillSide(Side):
     def view(self) -> View:
         names = self._names()
         scheduler = self.node.scheduler
-        jobs = scheduler.active + scheduler.waiting
+        jobs = scheduler.running + scheduler.waiting
         order = _order(self.clock, [(one, one.arrived) for one in jobs])
         views = tuple(
             (
@@ -269,7 +269,7 @@ class PrefillSide(Side):
             )
             for one in jobs
         )
-        tables = [one.blocks for one in scheduler.active]
+        tables = [one.blocks for one in scheduler.running]
         peers = tuple(sorted(self.server.peers))
         newest = tuple(sorted(self.node.offers.newest.items()))
         return (views, _view_pool(self.node.pool, tables, names), peers, newest)

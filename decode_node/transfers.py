@@ -89,7 +89,7 @@ class Arrival(NamedTuple, Generic[Owner]):
 
 
 @dataclass(slots=True)
-class InboxCounters:
+class TransferCounters:
     dropped: int = 0
     """Frames of unknown, ended or older transfers, and of blocks that nobody asked for."""
     duplicates: int = 0
@@ -97,13 +97,13 @@ class InboxCounters:
     """Payloads whose checksum did not hold."""
 
 
-class Inbox(Generic[Owner]):
+class Transfers(Generic[Owner]):
     """All transfers of one decode node; `Owner` is whatever waits for the blocks."""
 
     def __init__(self, block_bytes: int, windows: Windows) -> None:
         self.block_bytes = block_bytes
         self.windows = windows
-        self.counters = InboxCounters()
+        self.counters = TransferCounters()
         self._transfers: dict[int, Transfer[Owner]] = {}
         self._next = 1
         self._epoch = 0

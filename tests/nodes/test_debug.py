@@ -6,22 +6,23 @@ import json
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import zmq
 
-from kvferry.kvstore.node.ledger import (
+from kvferry.kvstore.node.debug import (
     MAX_BODY_BYTES,
-    answer_debug,
+    DebugEndpoint,
+    DebugSwitches,
     check_figures,
     process_figures,
     socket_figures,
 )
 from kvferry.kvstore.wire.client import Client, LinkState
 from kvferry.kvstore.wire.codec import PROTOCOL
-from kvferry.kvstore.wire.faults import FaultInjector, FaultRule, rules_from_json, rules_to_json
+from kvferry.kvstore.wire.faults import FaultInjector, FaultRule
 from kvferry.kvstore.wire.generation import Abort
 from kvferry.kvstore.wire.hello import Hello, Welcome
 from kvferry.kvstore.wire.server import Server
@@ -105,60 +106,72 @@ def test_checks_are_told_by_name() -> None:
     def broken() -> None:
         raise AssertionError("block 3 has two owners")
 
-    assert check_figures({"pool": lambda: None, "inbox": broken}) == {
+    assert check_figures({"pool": lambda: None, "transfers": broken}) == {
         "pool": "ok",
-        "inbox": "broken: block 3 has two owners",
+        "transfers": "broken: block 3 has two owners",
     }
 
 
 # -- answering -------------------------------------------------------------------------------------
 
 
-def replaced(body: bytes) -> Mapping[str, Any]:
-    return {"rules": rules_to_json(rules_from_json(body))}
+@pytest.fixture
+def server() -> Iterator[Server]:
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    server = Server(context, "tcp://127.0.0.1:0", new_incarnation())
+    yield server
+    server.close()
+    context.destroy(0)
 
 
 def ask(
-    kind: str, body: bytes = b"", *, enabled: bool = True, hooks: bool = True
+    server: Server, kind: str, body: bytes = b"", *, ledger: bool = True, hooks: bool = True
 ) -> dict[str, Any]:
-    reply = answer_debug(
-        DebugRequest(7, kind, body),
-        ledger=lambda: {"blocks": {"used": 3}, **process_figures()},
-        inject=replaced,
-        enabled=enabled,
-        hooks=hooks,
+    endpoint = DebugEndpoint(
+        server,
+        DebugSwitches(ledger, hooks),
+        ledger=lambda: {"blocks": {"used": 3}},
+        check=lambda: None,
+        clients=list,
     )
+    reply = endpoint.answer(DebugRequest(7, kind, body))
     assert reply.number == 7
     answer: dict[str, Any] = json.loads(reply.body)
     return answer
 
 
-def test_the_ledger_is_told_only_where_debugging_is_on() -> None:
-    assert ask("ledger", hooks=False)["blocks"] == {"used": 3}
-    assert list(ask("ledger", enabled=False)) == ["error"]
+def test_the_ledger_is_told_only_where_debugging_is_on(server: Server) -> None:
+    told = ask(server, "ledger", hooks=False)
+    assert told["blocks"] == {"used": 3} and told["check"] == {"node": "ok"}
+    assert told["process"]["pid"] == os.getpid()
+    assert list(ask(server, "ledger", ledger=False)) == ["error"]
 
 
-def test_faults_are_taken_only_where_test_hooks_are_on() -> None:
-    (rule,) = ask("faults", b'[{"action": "drop", "count": 2}]', enabled=False)["rules"]
+def test_faults_are_taken_only_where_test_hooks_are_on(server: Server) -> None:
+    body = b'{"rules": [{"action": "drop", "count": 2}]}'
+    assert "--enable-test-hooks" in ask(server, "faults", body, hooks=False)["error"]
+    assert server.faults is None
+    assert ask(server, "faults", body, ledger=False)["rules"] == 1
+    assert server.faults is not None
+    (rule,) = server.faults.to_json()
     assert (rule["action"], rule["count"]) == ("drop", 2)
-    assert "--enable-test-hooks" in ask("faults", b"[]", hooks=False)["error"]
-    without = answer_debug(
-        DebugRequest(1, "faults", b"[]"), ledger=dict, inject=None, enabled=True, hooks=True
-    )
-    assert list(json.loads(without.body)) == ["error"]
 
 
 @pytest.mark.parametrize(
     ("kind", "body", "says"),
     [
-        ("faults", b"[{}]", "action"),
-        ("faults", b"\xff", "fault rules"),
+        ("faults", b'{"rules": [{}]}', "action"),
+        ("faults", b"\xff", "hooks"),
+        ("faults", b'{"store": {}}', "no store"),
+        ("faults", b'{"hold": ["lunch"]}', "'lunch'"),
         ("faults", b" " * (MAX_BODY_BYTES + 1), str(MAX_BODY_BYTES)),
         ("shell", b"", "'shell'"),
         ("x" * 4096, b"", "nothing is known"),
     ],
 )
-def test_a_wrong_question_is_answered_with_an_error(kind: str, body: bytes, says: str) -> None:
-    answer = ask(kind, body)
+def test_a_wrong_question_is_answered_with_an_error(
+    server: Server, kind: str, body: bytes, says: str
+) -> None:
+    answer = ask(server, kind, body)
     assert list(answer) == ["error"] and says in answer["error"]
     assert len(answer["error"]) < 300

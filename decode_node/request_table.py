@@ -1,7 +1,8 @@
-"""The requests of all gateways on one decode node: opened, inquired about, ended, told of it.
+"""The requests of all gateways on one decode node: opened or refused, inquired about, ended.
 
-Owns which requests there are and every message that goes to a gateway about one. What runs when is
-the scheduler's business, and how a token comes about the stepper's.
+Owns which requests there are, for what one is refused on arrival, before it holds anything, and
+every message that goes to a gateway about one. What runs when is the scheduler's business, and how
+a token comes about the stepper's.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 
-from kvferry.decode_node.refusals import refusal
 from kvferry.decode_node.request import Request, Sequence, open_request, open_sequences
 from kvferry.decode_node.scheduler import DecodeScheduler
 from kvferry.decode_node.stepper import Produced
@@ -33,8 +33,11 @@ REMEMBERED = 4096
 """How many ended requests are known: a repeated `Generate` does not run again, and a lost `Done` is
 said again to whoever inquires."""
 
+Refusal = tuple[str, str]
+"""A code of `Rejected`, and a sentence that names the figures."""
 
-class Desk:
+
+class RequestTable:
     """Requests by gateway and number."""
 
     def __init__(
@@ -43,15 +46,15 @@ class Desk:
         scheduler: DecodeScheduler,
         cancel: Callable[[Sequence], None],
         spec: EngineSpec,
+        counters: Counter[str],
         *,
         max_queued: int,
         forced_ids: bool,
     ) -> None:
-        self.counters: Counter[str] = Counter()
-        self.draining = False
         self._server = server
         self._scheduler = scheduler
         self._cancel = cancel
+        self._counters = counters
         self._spec = spec
         self._max_queued = max_queued
         self._forced_ids = forced_ids
@@ -66,22 +69,22 @@ class Desk:
         return iter(list(self._requests.values()))
 
     def __contains__(self, request: Request) -> bool:
-        return self._requests.get(_key(request)) is request
+        return self._requests.get(request.key) is request
 
     # -- opening --------------------------------------------------------------------------------
 
-    def open(self, peer: Peer, message: Generate, now: float) -> None:
+    def open(self, peer: Peer, message: Generate, now: float, *, draining: bool) -> None:
         """Queues a request, or says at once why not. One that is known already is ignored."""
         key = (peer.identity, message.request)
         if key in self._requests or key in self._ended:
-            self.counters["requests_repeated"] += 1
+            self._counters["requests_repeated"] += 1
             return
         try:
             request = open_request(peer, message, now)
         except ValueError as error:
             self._refuse(peer, message, "invalid_request", str(error))
             return
-        refused = self._busy(message) or refusal(request, self._spec, self._scheduler)
+        refused = self._refusal(request, draining=draining)
         if refused is not None:
             self._refuse(peer, message, *refused)
             return
@@ -89,17 +92,31 @@ class Desk:
         for sequence in open_sequences(request, self._spec.block_size):
             self._scheduler.add(sequence)
 
-    def _busy(self, message: Generate) -> tuple[str, str] | None:
-        if self.draining:
+    def _refusal(self, request: Request, *, draining: bool) -> Refusal | None:
+        """Why this request cannot run here now, or never can; None when it can."""
+        if draining:
             return "shutting_down", "this node accepts no new requests"
-        if message.forced and not self._forced_ids:
+        if request.forced and not self._forced_ids:
             return "invalid_request", "forced ids need --enable-test-hooks"
         if len(self._scheduler.waiting) >= self._max_queued:
             return "server_overloaded", f"{self._max_queued} requests are waiting already"
-        return None
+        prompt, spec = len(request.prompt), self._spec
+        if prompt + request.message.max_tokens > spec.max_model_len:
+            return (
+                "context_length_exceeded",
+                f"This model's maximum context length is {spec.max_model_len} tokens. However, "
+                f"your prompt has {prompt} tokens and max_tokens is {request.message.max_tokens}.",
+            )
+        ids = request.token_ids()
+        if not 0 <= min(ids) <= max(ids) < spec.vocab_size:
+            return "invalid_request", f"a token id is outside the vocabulary of {spec.vocab_size}"
+        if len(request.keys) != prompt // spec.block_size:
+            return "invalid_request", f"{len(request.keys)} block keys for {prompt} tokens"
+        never = self._scheduler.never_fits(request)
+        return ("invalid_request", never) if never else None
 
     def _refuse(self, peer: Peer, message: Generate, code: str, why: str) -> None:
-        self.counters[f"requests_rejected_{code}"] += 1
+        self._counters[f"requests_rejected_{code}"] += 1
         self._server.send(peer, Rejected(message.request, code, why))
 
     # -- while it runs --------------------------------------------------------------------------
@@ -108,7 +125,7 @@ class Desk:
         request = self._requests.get((peer.identity, message.request))
         done = self._ended.get((peer.identity, message.request))
         if done is not None:
-            self.counters["accounts_repeated"] += 1
+            self._counters["accounts_repeated"] += 1
             self._server.send(peer, done)
             return
         if request is None:
@@ -134,7 +151,7 @@ class Desk:
     def abort(self, peer: Peer, message: Abort) -> None:
         request = self._requests.get((peer.identity, message.request))
         if request is not None:
-            self.counters["requests_aborted"] += 1
+            self._counters["requests_aborted"] += 1
             self.forget(request)
 
     def publish(self, produced: Produced) -> None:
@@ -147,7 +164,7 @@ class Desk:
             by_peer[request.peer].append(token)
         for peer, tokens in by_peer.items():
             self._server.send(peer, StepOutput(tuple(tokens)))
-        self.counters["generation_tokens"] += len(produced.tokens)
+        self._counters["generation_tokens"] += len(produced.tokens)
         for sequence in produced.ended:
             request, choice = sequence.request, sequence.choices[0]
             self._end_sequence(sequence)
@@ -173,17 +190,17 @@ class Desk:
         request.unfinished.discard(choice)
         if request.unfinished:
             return
-        self.counters["overrun_tokens"] += request.overrun
-        self.counters["shipped_bytes"] += request.bytes_shipped
+        self._counters["overrun_tokens"] += request.overrun
+        self._counters["shipped_bytes"] += request.bytes_shipped
         for name in SOURCES:
-            self.counters[f"prompt_tokens_{name}"] += getattr(request.sources, name)
+            self._counters[f"prompt_tokens_{name}"] += getattr(request.sources, name)
         timeline = request.timeline
         done = Done(
             request=request.message.request,
             sources=request.sources,
             stages=timeline.stages(),
             handoff_ms=1e3 * timeline.handoff_s,
-            predicted_n=request.generated - request.overrun,
+            predicted_n=sum(map(len, request.outputs.values())) - request.overrun,
             predicted_ms=1e3 * (timeline.last_token - timeline.first_token),
             bytes_shipped=request.bytes_shipped,
             preemptions=request.preemptions,
@@ -193,7 +210,7 @@ class Desk:
 
     def reject(self, request: Request, code: str, message: str) -> None:
         self._server.send(request.peer, Rejected(request.message.request, code, message))
-        self.counters[f"requests_rejected_{code}"] += 1
+        self._counters[f"requests_rejected_{code}"] += 1
         self.forget(request)
 
     def forget(self, request: Request) -> None:
@@ -203,8 +220,8 @@ class Desk:
         self._remove(request)
 
     def _remove(self, request: Request, done: Done | None = None) -> None:
-        self._requests.pop(_key(request), None)
-        self._ended[_key(request)] = done
+        self._requests.pop(request.key, None)
+        self._ended[request.key] = done
         if len(self._ended) > REMEMBERED:
             del self._ended[next(iter(self._ended))]
 
@@ -212,14 +229,10 @@ class Desk:
         """A gateway is gone."""
         for request in self:
             if request.peer == peer:
-                self.counters["requests_abandoned"] += 1
+                self._counters["requests_abandoned"] += 1
                 self.forget(request)
 
     def check(self) -> None:
         """Proves that every sequence belongs to a request that is open."""
         for one in self._scheduler.running + self._scheduler.waiting:
             assert one.request in self, "a sequence of no request"
-
-
-def _key(request: Request) -> tuple[bytes, int]:
-    return (request.peer.identity, request.message.request)
