@@ -23,10 +23,10 @@ from typing import Any, TypeVar
 from kvferry.bench.client.figures import percentile
 from kvferry.bench.client.prompts import NoChats, load_conversations
 from kvferry.gateway.config import GatewayConfig
-from kvferry.gateway.prompt.block_keys import KeyChain
 from kvferry.gateway.prompt.chat_ids import ChatEncoder
 from kvferry.gateway.prompt.chat_template import ChatMessage, ChatTemplate
 from kvferry.gateway.prompt.conversation import Conversation, render
+from kvferry.gateway.prompt.memory import KeyChain
 from kvferry.gateway.prompt.model import ServedModel, load_model
 from kvferry.gateway.prompt.prompts import KEY_CHAIN_BYTES, PromptMaker, Shape
 from kvferry.gateway.protocols.chat import ChatRequest, read_chat

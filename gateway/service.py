@@ -21,7 +21,7 @@ from kvferry.gateway.errors import Aborted, ApiError, Unavailable, shutting_down
 from kvferry.gateway.intake.reader import Reader
 from kvferry.gateway.intake.worker import ReaderProcess
 from kvferry.gateway.params import Params
-from kvferry.gateway.prompt.last_prompts import LastPrompts
+from kvferry.gateway.prompt.memory import LastPrompts
 from kvferry.gateway.prompt.model import ServedModel
 from kvferry.gateway.prompt.prompts import Prompt, PromptMaker, Shape
 from kvferry.gateway.router.generation import Generation, Timeouts, Update, no_node

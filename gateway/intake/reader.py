@@ -163,7 +163,7 @@ class Reader:
                 continue_final_message=asked.continue_final_message,
                 variables=dict(asked.chat_template_kwargs or {}),
             )
-            ids = (await self._prompts.chat_text(conversation, request.tenant)).ids
+            ids = await self._prompts.chat_ids(conversation, request.tenant)
         elif asked.prompt is not None:
             add = asked.add_special_tokens is not False
             ids = await self._prompts.text_ids(asked.prompt, add)

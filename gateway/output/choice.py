@@ -16,8 +16,7 @@ from dataclasses import dataclass
 
 from kvferry.gateway.output.stops import StopMatcher
 from kvferry.gateway.params import OutputRules
-from kvferry.gateway.tokenizer.detokenizer import Detokenizer
-from kvferry.gateway.tokenizer.tokenizer import Tokenizer
+from kvferry.gateway.tokenizer.tokenizer import Detokenizer, Tokenizer
 from kvferry.kvstore.wire.generation import Token
 
 
@@ -106,10 +105,14 @@ class Choice:
             return None
         self.kept += 1
         ends = _finish_of(token)
-        silent = ends is not None and ends.reason == "stop" and not self._shows_stop(ends)
+        silent = False
+        if ends is not None and ends.reason == "stop":
+            silent = ends.matched is None or not self._rules.include_stop
         text = self._decode(token, silent)
         if ends is not None:
-            text += self._flush()
+            rest = self._detokenizer.flush()
+            self._decoded += len(rest)
+            text += rest
         released = self._matcher.push(text, armed=self.kept > self._rules.min_tokens)
         if released.stop is not None:
             ends = Finish("stop", released.stop)
@@ -117,9 +120,6 @@ class Choice:
         if ends is not None:
             return self._end(released.text + self._matcher.flush(), ends)
         return self._release(released.text)
-
-    def _shows_stop(self, ends: Finish) -> bool:
-        return self._rules.include_stop and ends.matched is not None
 
     def _decode(self, token: Token, silent: bool) -> str:
         raw = b""
@@ -136,11 +136,6 @@ class Choice:
             self._ids.append(token.token)
             self._starts.append(start)
             self._ends.append(end)
-        return text
-
-    def _flush(self) -> str:
-        text = self._detokenizer.flush()
-        self._decoded += len(text)
         return text
 
     def _release(self, text: str) -> Piece | None:

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 
 from kvferry.gateway.output.choice import Reply
-from kvferry.gateway.prompt.conversation import Rendered
-from kvferry.gateway.prompt.tenant_cache import TenantCache
-from kvferry.gateway.tokenizer.pieces import Segment
+from kvferry.gateway.prompt.conversation import ChatText
+from kvferry.gateway.prompt.memory import TenantCache
+from kvferry.gateway.tokenizer.pieces import ChatPiece
 from kvferry.gateway.tokenizer.tokenizer import Tokenizer
 from kvferry.kvstore.keys import pack_tokens
 
-SEGMENT_BYTES = 64 << 20
+PIECE_BYTES = 64 << 20
 REPLY_BYTES = 64 << 20
 STRIDE_PIECES = 64
 """So many pieces are also known together, by what is before them: a long history in few steps."""
@@ -36,7 +36,7 @@ class PromptEnd:
     tenant: str
     prefix: bytes
     """A digest of all ids before the piece."""
-    piece: Segment
+    piece: ChatPiece
     ids: bytes
     """Of the piece, packed."""
 
@@ -73,14 +73,14 @@ class ChatEncoder:
         self,
         tokenizer: Tokenizer,
         *,
-        segment_bytes: int = SEGMENT_BYTES,
+        piece_bytes: int = PIECE_BYTES,
         reply_bytes: int = REPLY_BYTES,
     ) -> None:
         self._tokenizer = tokenizer
-        self._segments = TenantCache(segment_bytes)
+        self._pieces = TenantCache(piece_bytes)
         self._replies = TenantCache(reply_bytes)
 
-    def encode(self, rendered: Rendered, tenant: str, salt: str | None) -> ChatIds:
+    def encode(self, rendered: ChatText, tenant: str, salt: str | None) -> ChatIds:
         """The ids of a chat, as one tenant and under one cache salt has seen it so far.
 
         Raises
@@ -89,28 +89,28 @@ class ChatEncoder:
             The vocabulary makes a control token even of plain text.
         """
         text, marker = rendered.text, rendered.marker
-        segmenter = self._tokenizer.segmenter
-        borders = segmenter.borders(text)
+        cutter = self._tokenizer.cutter
+        borders = cutter.borders(text)
         # The last piece is always looked at: the reply goes on from it.
         strides = max(0, len(borders) - 2) // STRIDE_PIECES
         begun = _Begun(_empty_prefix(salt))
         for at in range(0, strides * STRIDE_PIECES, STRIDE_PIECES):
             stride = borders[at : at + STRIDE_PIECES + 1]
             name = _stride_name(begun.prefix.digest(), text[stride[0] : stride[-1]], marker)
-            known = self._segments.get(tenant, name)
+            known = self._pieces.get(tenant, name)
             if known is None:
                 before = begun.reused
-                ids = self._go_on(begun, tenant, segmenter.pieces(text, stride, marker), marker)
+                ids = self._go_on(begun, tenant, cutter.pieces(text, stride, marker), marker)
                 reused = begun.reused - before
-                self._segments.put(tenant, name, reused.to_bytes(4, "little") + ids)
+                self._pieces.put(tenant, name, reused.to_bytes(4, "little") + ids)
             else:
                 begun.add(known[4:], reused=int.from_bytes(known[:4], "little"))
-        rest = segmenter.pieces(text, borders[strides * STRIDE_PIECES :], marker)
+        rest = cutter.pieces(text, borders[strides * STRIDE_PIECES :], marker)
         self._go_on(begun, tenant, rest, marker)
         return ChatIds(b"".join(begun.parts), begun.end, begun.reused)
 
     def _go_on(
-        self, begun: _Begun, tenant: str, pieces: Sequence[Segment], marker: str | None
+        self, begun: _Begun, tenant: str, pieces: Sequence[ChatPiece], marker: str | None
     ) -> bytes:
         """Adds the ids of these pieces, and says which they are."""
         names = [_name(piece, marker) for piece in pieces]
@@ -119,37 +119,33 @@ class ChatEncoder:
             pieces, names, self._plain(tenant, pieces, names, marker), strict=True
         ):
             before = begun.prefix.digest()
-            reply = self._reply(tenant, before, piece, name)
+            reply = None
+            if not piece.marked:
+                reply = self._replies.get(tenant, _reply_name(before, name))
             ids = plain if reply is None else reply
             begun.add(ids, reused=0 if reply is None else len(reply) // 4)
             begun.end = None if piece.marked else PromptEnd(tenant, before, piece, ids)
         return b"".join(begun.parts[first:])
 
     def _plain(
-        self, tenant: str, pieces: Sequence[Segment], names: Sequence[bytes], marker: str | None
+        self, tenant: str, pieces: Sequence[ChatPiece], names: Sequence[bytes], marker: str | None
     ) -> list[bytes]:
         """Packed ids of every piece, as a tokenizer gives them."""
-        found = {name: self._segments.get(tenant, name) for name in names}
+        found = {name: self._pieces.get(tenant, name) for name in names}
         missing = {
             name: piece for name, piece in zip(names, pieces, strict=True) if found[name] is None
         }
-        for name, ids in self._tokenized(missing, marker).items():
-            found[name] = ids
-            self._segments.put(tenant, name, ids)
-        return [found[name] or b"" for name in names]
-
-    def _tokenized(self, pieces: dict[bytes, Segment], marker: str | None) -> dict[bytes, bytes]:
-        clean = {name: piece for name, piece in pieces.items() if not piece.marked}
-        encoded = self._tokenizer.encode_many([piece.text for piece in clean.values()])
-        made = {name: pack_tokens(ids) for name, ids in zip(clean, encoded, strict=True)}
-        for name, piece in pieces.items():
+        clean = {name: piece.text for name, piece in missing.items() if not piece.marked}
+        encoded = self._tokenizer.encode_many(list(clean.values()))
+        made = dict(zip(clean, encoded, strict=True))
+        for name, piece in missing.items():
             if piece.marked:
                 assert marker is not None
-                made[name] = pack_tokens(self._tokenizer.encode_marked(piece.text, marker))
-        return made
-
-    def _reply(self, tenant: str, before: bytes, piece: Segment, name: bytes) -> bytes | None:
-        return None if piece.marked else self._replies.get(tenant, _reply_name(before, name))
+                made[name] = self._tokenizer.encode_marked(piece.text, marker)
+        for name, ids in made.items():
+            packed = found[name] = pack_tokens(ids)
+            self._pieces.put(tenant, name, packed)
+        return [found[name] or b"" for name in names]
 
     # -- remembering -------------------------------------------------------------------------------
 
@@ -169,7 +165,7 @@ class ChatEncoder:
 
     def forget(self, tenant: str) -> None:
         """Drops a tenant's pieces and replies."""
-        self._segments.forget(tenant)
+        self._pieces.forget(tenant)
         self._replies.forget(tenant)
 
     def _ids(self, reply: Reply, size: int) -> array[int] | None:
@@ -195,7 +191,7 @@ def _empty_prefix(salt: str | None) -> blake2b:
     return blake2b(context, digest_size=_DIGEST_BYTES, person=b"kvferry-prefix")
 
 
-def _name(piece: Segment, marker: str | None) -> bytes:
+def _name(piece: ChatPiece, marker: str | None) -> bytes:
     """What a piece is known by: its text and how it is to be read."""
     kind = (b"a" if piece.anchored else b"h") + (b"m" if piece.marked else b"c")
     digest = blake2b(kind, digest_size=_DIGEST_BYTES, person=b"kvferry-piece")

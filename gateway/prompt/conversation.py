@@ -41,16 +41,11 @@ class Conversation:
 
 
 @dataclass(frozen=True, slots=True)
-class Rendered:
+class ChatText:
     """A prompt's text; `marker`, if any, breaks the control texts in it that users wrote."""
 
     text: str
     marker: str | None
-
-    @property
-    def plain(self) -> str:
-        """The text without markers."""
-        return self.text if self.marker is None else self.text.replace(self.marker, "")
 
 
 # -- reading ---------------------------------------------------------------------------------------
@@ -72,9 +67,8 @@ def _read(message: Message, place: str) -> ChatMessage:
         read["name"] = message.name
     if message.tool_call_id is not None:
         read["tool_call_id"] = message.tool_call_id
-    calls = _tool_calls(message)
-    if calls:
-        read["tool_calls"] = calls
+    if message.tool_calls or message.function_call is not None:
+        read["tool_calls"] = _tool_calls(message)
     reasoning = message.reasoning_content or message.reasoning
     if reasoning:
         read |= {"reasoning_content": reasoning, "thinking": reasoning}
@@ -158,7 +152,7 @@ def read_conversation(
 # -- rendering -------------------------------------------------------------------------------------
 
 
-def render(conversation: Conversation, template: ChatTemplate, control: ControlText) -> Rendered:
+def render(conversation: Conversation, template: ChatTemplate, control: ControlText) -> ChatText:
     """The prompt's text.
 
     Raises
@@ -174,10 +168,10 @@ def render(conversation: Conversation, template: ChatTemplate, control: ControlT
             raise BadRequest("messages use too many Unicode noncharacters.", param="messages")
         chat, variables = control.mark([chat, variables], marker)
     refused: TemplateRefused | None = None
-    for form in (chat, _users_from(chat, 1), _users_from(chat, 0)):
+    for users_from in (None, 1, 0):
         try:
             text = template.render(
-                form,
+                chat if users_from is None else _users_from(chat, users_from),
                 add_generation_prompt=conversation.add_generation_prompt,
                 continue_final_message=conversation.continue_final_message,
                 variables=variables,
@@ -185,7 +179,7 @@ def render(conversation: Conversation, template: ChatTemplate, control: ControlT
         except TemplateRefused as error:
             refused = refused or error
         else:
-            return Rendered(text, marker)
+            return ChatText(text, marker)
     raise BadRequest(
         f"The model's chat template refuses these messages: {str(refused)[:300]}", param="messages"
     )

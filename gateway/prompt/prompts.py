@@ -12,14 +12,15 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from kvferry.gateway.errors import BadRequest, ContextLength, NotSupported
 from kvferry.gateway.output.choice import Reply
 from kvferry.gateway.params import MAX_CHOICES, Params
-from kvferry.gateway.prompt.block_keys import KeyChain
 from kvferry.gateway.prompt.chat_ids import ChatEncoder, ChatIds, PromptEnd
-from kvferry.gateway.prompt.conversation import Conversation, Rendered, render
+from kvferry.gateway.prompt.conversation import Conversation, render
+from kvferry.gateway.prompt.memory import KeyChain
 from kvferry.gateway.prompt.model import ServedModel
 from kvferry.gateway.tokenizer.control_text import strings
 from kvferry.gateway.tokenizer.tokenizer import CannotEncode
@@ -60,14 +61,6 @@ class Prompt:
         return memoryview(self.packed).cast("i")
 
 
-@dataclass(frozen=True, slots=True)
-class ChatText:
-    """A conversation as the model reads it."""
-
-    text: str
-    ids: list[int]
-
-
 class PromptMaker:
     """Makes prompts of one model, and remembers what was said to make the next ones of."""
 
@@ -87,21 +80,18 @@ class PromptMaker:
         self._encoder.forget(tenant)
         self._keys.forget(tenant)
 
-    async def chat_text(
-        self, conversation: Conversation, tenant: str, salt: str | None = None
-    ) -> ChatText:
-        """The text and the ids that `chat` would send to a node; BadRequest if there are none."""
+    async def chat_ids(self, conversation: Conversation, tenant: str) -> list[int]:
+        """The ids that `chat` would send to a node; BadRequest if there are none."""
 
-        def make() -> ChatText:
-            rendered = self._rendered(conversation)
-            ids = unpack_tokens(self._chat_ids(rendered, tenant, salt).packed)
-            return ChatText(rendered.plain, ids)
+        def make() -> list[int]:
+            return unpack_tokens(self._encode(conversation, tenant, None).packed)
 
         return await self._run(_size(conversation), make)
 
     async def text_ids(self, text: str, add_special_tokens: bool) -> list[int]:
         """Ids of a text."""
-        return await self._run(len(text), lambda: self._text_ids(text, add_special_tokens))
+        encode = partial(self._model.tokenizer.encode, add_special_tokens=add_special_tokens)
+        return await self._run(len(text), lambda: encode(text))
 
     async def chat(
         self, conversation: Conversation, params: Params, tenant: str, shape: Shape
@@ -109,7 +99,7 @@ class PromptMaker:
         """The prompt of a conversation; BadRequest if it has none or is too long."""
 
         def make() -> Prompt:
-            made = self._chat_ids(self._rendered(conversation), tenant, params.cache_salt)
+            made = self._encode(conversation, tenant, params.cache_salt)
             return self._prompt(made.packed, params, tenant, shape, "messages", made.end)
 
         return await self._run(_size(conversation), make)
@@ -151,27 +141,22 @@ class PromptMaker:
 
     # -- the work, on whichever thread -------------------------------------------------------------
 
-    def _rendered(self, conversation: Conversation) -> Rendered:
+    def _encode(self, conversation: Conversation, tenant: str, salt: str | None) -> ChatIds:
         model = self._model
         if model.template is None:
             raise NotSupported(
                 f"The model {model.name} has no chat template: use /v1/completions, "
                 "or start the server with --chat-template."
             )
-        return render(conversation, model.template, model.tokenizer.control_text)
-
-    def _chat_ids(self, rendered: Rendered, tenant: str, salt: str | None) -> ChatIds:
+        text = render(conversation, model.template, model.tokenizer.control_text)
         try:
-            return self._encoder.encode(rendered, tenant, salt)
+            return self._encoder.encode(text, tenant, salt)
         except CannotEncode as error:
             raise BadRequest(str(error), param="messages") from error
 
-    def _text_ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self._model.tokenizer.encode(text, add_special_tokens=add_special_tokens)
-
     def _part_ids(self, part: str | Sequence[int], add_special_tokens: bool) -> Sequence[int]:
         if isinstance(part, str):
-            return self._text_ids(part, add_special_tokens)
+            return self._model.tokenizer.encode(part, add_special_tokens=add_special_tokens)
         size = self._model.vocabulary.size
         if not all(0 <= token < size for token in part):
             raise BadRequest(f"prompt must hold token ids from 0 to {size - 1}.", param="prompt")

@@ -17,7 +17,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
+class ChatPiece:
     """A piece of a rendered chat."""
 
     text: str
@@ -27,7 +27,7 @@ class Segment:
     """It holds a control token's text that a user wrote, broken by the marker."""
 
 
-class Segmenter:
+class ChatCutter:
     """Cuts rendered chats before the control tokens `cuts`."""
 
     def __init__(self, cuts: Iterable[str]) -> None:
@@ -41,20 +41,16 @@ class Segmenter:
             starts.insert(0, 0)
         return [*starts, len(rendered)]
 
-    def pieces(self, rendered: str, borders: Sequence[int], marker: str | None) -> list[Segment]:
+    def pieces(self, rendered: str, borders: Sequence[int], marker: str | None) -> list[ChatPiece]:
         """The pieces between some successive borders."""
         return [
-            Segment(
+            ChatPiece(
                 rendered[start:end],
                 start > 0 or self._pattern.match(rendered) is not None,
                 marker is not None and rendered.find(marker, start, end) >= 0,
             )
             for start, end in pairwise(borders)
         ]
-
-    def split(self, rendered: str, marker: str | None) -> list[Segment]:
-        """All pieces, which joined are the text."""
-        return self.pieces(rendered, self.borders(rendered), marker)
 
 
 def cut_texts(added_tokens: Sequence[Mapping[str, Any]]) -> frozenset[str]:

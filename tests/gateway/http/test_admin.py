@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from kvferry.gateway.prompt.last_prompts import LastPrompts
+from kvferry.gateway.prompt.memory import LastPrompts
 from kvferry.kvstore.wire.status import ResetCache
 from kvferry.tests.rigs.gateway import web
 from kvferry.tests.rigs.gateway.rig import Behaviour, Rig, ids_of, running, wait_until

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvferry.gateway.prompt.chat_template import ChatMessage
-from kvferry.gateway.tokenizer.pieces import Segmenter, cut_texts
+from kvferry.gateway.tokenizer.pieces import ChatCutter, cut_texts
 from kvferry.tests.rigs.models.chat import (
     NAMES,
     default_model,
@@ -53,7 +53,7 @@ def test_hostile_content_never_becomes_control_tokens(name: str, contents: list[
 def test_real_vocabularies_are_cut_and_bos_is_there_once(name: str) -> None:
     it = model(name)
     rendered = it.rendered(users("one", "two", "three"))
-    assert len(it.tokenizer.segmenter.split(rendered.text, None)) >= 2
+    assert len(it.tokenizer.cutter.borders(rendered.text)) > 2, "more than one piece"
     ids = ids_of(it.pieces(users("one", "two", "three")))
     bos = it.controls(ids)[0]
     if name in ("llama3", "mistral", "gemma"):
@@ -80,7 +80,7 @@ def test_only_what_is_new_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_cache_that_is_too_small_costs_time_only() -> None:
     it = model("llama3")
-    encoder = it.fresh(segment_bytes=2000, reply_bytes=0)
+    encoder = it.fresh(piece_bytes=2000, reply_bytes=0)
     for turns in (1, 3, 5, 7):
         rendered = it.rendered(users(*(f"turn {at} " * 30 for at in range(turns))))
         assert ids_of(encoder.encode(rendered, "tenant", None)) == it.whole(rendered)
@@ -117,7 +117,8 @@ def test_cuts_are_made_only_where_nothing_can_reach_across(
 
 
 def test_the_longest_of_two_control_tokens_is_the_one() -> None:
-    pieces = Segmenter(["<a>", "<a><b>"]).split("x<a><b>y<a>z", None)
+    cutter, text = ChatCutter(["<a>", "<a><b>"]), "x<a><b>y<a>z"
+    pieces = cutter.pieces(text, cutter.borders(text), None)
     assert [piece.text for piece in pieces] == ["x", "<a><b>y", "<a>z"]
     assert [piece.anchored for piece in pieces] == [False, True, True]
 

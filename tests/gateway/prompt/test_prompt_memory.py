@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from kvferry.gateway.output.choice import Choice
 from kvferry.gateway.params import OutputRules
-from kvferry.gateway.prompt.block_keys import STRIDE_BLOCKS, KeyChain
-from kvferry.gateway.prompt.tenant_cache import ENTRY_BYTES, TenantCache
+from kvferry.gateway.prompt.memory import ENTRY_BYTES, STRIDE_BLOCKS, KeyChain, TenantCache
 from kvferry.gateway.tokenizer.tokenizer import Tokenizer
 from kvferry.kvstore.keys import chain, chain_packed, pack_tokens
 from kvferry.kvstore.wire.generation import Token
@@ -89,7 +88,7 @@ def test_only_new_blocks_are_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
         hashed += len(tokens) // (4 * block_size)
         return chain_packed(parent, tokens, block_size)
 
-    monkeypatch.setattr("kvferry.gateway.prompt.block_keys.chain_packed", counting)
+    monkeypatch.setattr("kvferry.gateway.prompt.memory.chain_packed", counting)
     keys, ids = KeyChain(1 << 20), list(range(100_000))
     keys.keys("t", b"r" * 16, pack_tokens(ids), 16)
     assert hashed == 6250

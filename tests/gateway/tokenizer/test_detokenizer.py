@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvferry.gateway.tokenizer.detokenizer import Detokenizer
+from kvferry.gateway.tokenizer.tokenizer import Detokenizer
 
 ODD = ["😀", "👩‍👩‍👧‍👦", "漢字かな", "é", "ﷺ", "नमस्ते", "\u2028", "\ufffd", "a", "\x00", "🇩🇪"]
 TEXTS = st.lists(st.sampled_from(ODD) | st.text(max_size=5), max_size=8).map("".join)

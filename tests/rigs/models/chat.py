@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvferry.gateway.prompt.chat_ids import ChatEncoder, ChatIds
 from kvferry.gateway.prompt.chat_template import ChatMessage, ChatTemplate, load_template
-from kvferry.gateway.prompt.conversation import Conversation, Rendered, render
+from kvferry.gateway.prompt.conversation import ChatText, Conversation, render
 from kvferry.gateway.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from kvferry.kvstore.keys import unpack_tokens
 from kvferry.tests.rigs.models.vocabularies import MODELS, vocabularies
@@ -53,11 +53,11 @@ class Model:
     def fresh(self, **limits: int) -> ChatEncoder:
         return ChatEncoder(self.tokenizer, **limits)
 
-    def rendered(self, chat: Sequence[ChatMessage], **options: Any) -> Rendered:
+    def rendered(self, chat: Sequence[ChatMessage], **options: Any) -> ChatText:
         conversation = Conversation(tuple(chat), **options)
         return render(conversation, self.template, self.tokenizer.control_text)
 
-    def whole(self, rendered: Rendered) -> list[int]:
+    def whole(self, rendered: ChatText) -> list[int]:
         """The ids of the text in one piece."""
         if rendered.marker is None:
             return self.tokenizer.encode(rendered.text, add_special_tokens=False)
