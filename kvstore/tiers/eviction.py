@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -42,7 +42,9 @@ _LOWEST = -(1 << 62)
 
 
 @dataclass(slots=True)
-class _Entry:
+class Entry:
+    """A resident block."""
+
     parent: bytes
     first: bool
     """Nothing comes before it in its chain."""
@@ -59,7 +61,8 @@ class ChainOrder:
         self.capacity = capacity
         self._credit = capacity if credited else 0
         self._spared = int(capacity * SPARED_SHARE)
-        self._entries: dict[bytes, _Entry] = {}
+        self.entries: dict[bytes, Entry] = {}
+        """What is resident."""
         self._children: dict[bytes, int] = {}
         self._ghosts: OrderedDict[bytes, int] = OrderedDict()
         self._newest: OrderedDict[bytes, None] = OrderedDict()
@@ -67,32 +70,16 @@ class ChainOrder:
         self._queued: set[bytes] = set()
         self._clock = 0
 
-    def __contains__(self, key: bytes) -> bool:
-        return key in self._entries
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def keys(self) -> Iterable[bytes]:
-        return self._entries.keys()
-
     def uses(self, key: bytes) -> int:
         """How often a block was put or asked for, as far as is remembered; 0: never seen."""
-        entry = self._entries.get(key)
+        entry = self.entries.get(key)
         return entry.uses if entry is not None else self._ghosts.get(key, 0)
-
-    def prefix(self, keys: Sequence[bytes]) -> int:
-        """How many leading keys are resident."""
-        for count, key in enumerate(keys):
-            if key not in self._entries:
-                return count
-        return len(keys)
 
     def touch(self, keys: Sequence[bytes]) -> None:
         """A request asks for this chain, from its root: a use of every resident block of it."""
         for key in reversed(keys):
             self._clock += 1
-            entry = self._entries.get(key)
+            entry = self.entries.get(key)
             if entry is not None:
                 entry.touched = self._clock
                 entry.uses += 1
@@ -103,23 +90,14 @@ class ChainOrder:
     ) -> None:
         """A block has become resident; `first`: it begins its chain.
 
-        `found` is for one that was there before this process: when it was last touched, below
-        zero, and how often it was used.
+        `found` is for one that was there before: when it was last touched (before this process:
+        below zero; 0: now), and how often it was used.
         """
+        assert key not in self.entries, "a block is resident twice"
         self._clock += 1
         touched, uses = found
         uses = max(uses, self._ghosts.pop(key, 0) + 1)
-        self._enter(key, _Entry(parent, first, touched or self._clock, uses))
-
-    def restore(self, key: bytes, parent: bytes, *, first: bool = False) -> None:
-        """What has been given up is resident all the same, with the uses it had."""
-        self._clock += 1
-        self._enter(key, _Entry(parent, first, self._clock, self._ghosts.pop(key, 1)))
-
-    def _enter(self, key: bytes, entry: _Entry) -> None:
-        assert key not in self._entries, "a block is resident twice"
-        parent = entry.parent
-        self._entries[key] = entry
+        entry = self.entries[key] = Entry(parent, first, touched or self._clock, uses)
         self._children[parent] = self._children.get(parent, 0) + 1
         if self._is_orphan(entry):
             self._queue(key)
@@ -131,12 +109,8 @@ class ChainOrder:
     def remove(self, key: bytes) -> None:
         """A block is no longer resident, and not because of its age: it is not remembered."""
         self._drop(key)
-        if len(self._heap) > 2 * len(self._entries) + HEAP_SLACK:
+        if len(self._heap) > 2 * len(self.entries) + HEAP_SLACK:
             self._queue_all()
-
-    def give_up(self, key: bytes) -> None:
-        """A block goes out of its turn; its uses are remembered."""
-        self._remember(key)
 
     def evict(self, may_go: Callable[[bytes], bool]) -> bytes | None:
         """Gives up the first block in the order that `may_go`; None if none may."""
@@ -145,7 +119,7 @@ class ChainOrder:
             candidates = (key for key in self._newest if key not in self._children)
             victim = next(filter(may_go, candidates), None)
         if victim is not None:
-            self._remember(victim)
+            self.give_up(victim)
         return victim
 
     def evict_inner(self, may_go: Callable[[bytes], bool]) -> bytes | None:
@@ -160,16 +134,17 @@ class ChainOrder:
         newest = (key for key in reversed(self._newest) if key not in self._children)
         for key in [*(key for _, key in leaves), *islice(newest, LEAVES_TRIED)]:
             above: bytes | None = key
-            while above in self._entries and above not in seen:
+            while above in self.entries and above not in seen:
                 seen.add(above)
                 if may_go(above):
-                    self._remember(above)
+                    self.give_up(above)
                     return above
-                above = self._entries[above].parent
+                above = self.entries[above].parent
         return None
 
-    def _remember(self, victim: bytes) -> None:
-        self._ghosts[victim] = self._drop(victim).uses
+    def give_up(self, key: bytes) -> None:
+        """A block goes, perhaps out of its turn; its uses are remembered."""
+        self._ghosts[key] = self._drop(key).uses
         if len(self._ghosts) > self.capacity:
             self._ghosts.popitem(last=False)
 
@@ -179,7 +154,7 @@ class ChainOrder:
         while self._heap and victim is None:
             score, key = heapq.heappop(self._heap)
             self._queued.discard(key)
-            entry = self._entries.get(key)
+            entry = self.entries.get(key)
             if entry is None or key in self._children or key in self._newest:
                 continue
             if score != self._score(entry):
@@ -196,7 +171,7 @@ class ChainOrder:
         """Whether even the block that goes next has earned more time than a new one has."""
         while self._heap:
             score, key = self._heap[0]
-            entry = self._entries.get(key)
+            entry = self.entries.get(key)
             gone = entry is None or key in self._children or key in self._newest
             if entry is not None and not gone and score == self._score(entry):
                 return score > self._clock
@@ -206,15 +181,15 @@ class ChainOrder:
                 self._queue(key)
         return False
 
-    def _drop(self, key: bytes) -> _Entry:
-        entry = self._entries.pop(key)
+    def _drop(self, key: bytes) -> Entry:
+        entry = self.entries.pop(key)
         self._newest.pop(key, None)
         left = self._children[entry.parent] - 1
         if left:
             self._children[entry.parent] = left
             return entry
         del self._children[entry.parent]
-        above = self._entries.get(entry.parent)
+        above = self.entries.get(entry.parent)
         if above is not None:
             # Whoever touched the child walked through the parent.
             above.touched = max(above.touched, entry.touched)
@@ -225,15 +200,15 @@ class ChainOrder:
         if key in self._queued or key in self._children or key in self._newest:
             return
         self._queued.add(key)
-        heapq.heappush(self._heap, (self._score(self._entries[key]), key))
+        heapq.heappush(self._heap, (self._score(self.entries[key]), key))
 
-    def _score(self, entry: _Entry) -> int:
+    def _score(self, entry: Entry) -> int:
         if self._is_orphan(entry) and not entry.asked:
             return _LOWEST
         return entry.touched + self._credit * min(entry.uses - 1, CREDITED_USES)
 
-    def _is_orphan(self, entry: _Entry) -> bool:
-        return not entry.first and entry.parent not in self._entries
+    def _is_orphan(self, entry: Entry) -> bool:
+        return not entry.first and entry.parent not in self.entries
 
     def give_credit(self, credited: bool) -> None:
         """Changes whether uses count, for all blocks at once."""
@@ -242,68 +217,19 @@ class ChainOrder:
 
     def _queue_all(self) -> None:
         self._heap, self._queued = [], set()
-        for key in self._entries:
+        for key in self.entries:
             self._queue(key)
 
     def check(self) -> None:
         """Proves that children are counted right and that no block is out of reach of eviction."""
         counted: dict[bytes, int] = {}
-        for entry in self._entries.values():
+        for entry in self.entries.values():
             counted[entry.parent] = counted.get(entry.parent, 0) + 1
         assert counted == self._children, "children are counted wrong"
-        leaves = self._entries.keys() - self._children.keys() - self._newest.keys()
+        leaves = self.entries.keys() - self._children.keys() - self._newest.keys()
         assert leaves <= self._queued, "a leaf could never be evicted"
-        assert self._newest.keys() <= self._entries.keys(), "a block is new and not there"
-        assert not self._ghosts.keys() & self._entries.keys(), "a resident block is a ghost"
-
-
-class Duel:
-    """Whether credit does better than none on this traffic, for a tier of `capacity` blocks."""
-
-    def __init__(self, capacity: int) -> None:
-        self._margin = max(1, int(capacity * LEAD_SHARE))
-        self.lead = 0
-        """Prefix hits of the imaginary credited tier less those of the plain one, within bounds."""
-        self.credited = False
-        self._capacity = capacity
-        self._trial = ChainOrder(capacity, credited=True)
-        self._plain: OrderedDict[bytes, None] = OrderedDict()
-
-    def asked(self, keys: Sequence[bytes]) -> bool:
-        """A request asks for this chain. Whether the verdict is another one now."""
-        lead = self.lead + self._trial.prefix(keys) - self._plain_prefix(keys)
-        self.lead = max(-self._margin, min(2 * self._margin, lead))
-        self._trial.touch(keys)
-        for key, parent in zip(keys, [b"", *keys], strict=False):
-            self._try(key, parent, first=not parent)
-        for key in reversed(keys):
-            self._plain_touch(key)
-        before, self.credited = self.credited, self.lead > (0 if self.credited else self._margin)
-        return before != self.credited
-
-    def added(self, key: bytes, parent: bytes, *, first: bool) -> None:
-        """A block was put."""
-        self._try(key, parent, first)
-        if key not in self._plain:
-            self._plain_touch(key)
-
-    def _plain_prefix(self, keys: Sequence[bytes]) -> int:
-        for count, key in enumerate(keys):
-            if key not in self._plain:
-                return count
-        return len(keys)
-
-    def _plain_touch(self, key: bytes) -> None:
-        self._plain[key] = None
-        self._plain.move_to_end(key)
-        if len(self._plain) > self._capacity:
-            self._plain.popitem(last=False)
-
-    def _try(self, key: bytes, parent: bytes, first: bool) -> None:
-        if key not in self._trial:
-            if len(self._trial) >= self._capacity:
-                self._trial.evict(_always)
-            self._trial.add(key, parent, first=first)
+        assert self._newest.keys() <= self.entries.keys(), "a block is new and not there"
+        assert not self._ghosts.keys() & self.entries.keys(), "a resident block is a ghost"
 
 
 class EvictionOrder(ChainOrder):
@@ -311,19 +237,56 @@ class EvictionOrder(ChainOrder):
 
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity, credited=False)
-        self.duel = Duel(capacity)
+        self.credited = False
+        """The verdict of the duel between the two imaginary tiers."""
+        self.lead = 0
+        """Prefix hits of the imaginary credited tier less those of the plain one, within bounds."""
+        self._margin = max(1, int(capacity * LEAD_SHARE))
+        self._trial = ChainOrder(capacity, credited=True)
+        self._plain: OrderedDict[bytes, None] = OrderedDict()
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        if self.duel.asked(keys):
-            self.give_credit(self.duel.credited)
+        lead = self.lead + prefix_length(keys, self._trial.entries)
+        lead -= prefix_length(keys, self._plain)
+        self.lead = max(-self._margin, min(2 * self._margin, lead))
+        self._trial.touch(keys)
+        for key, parent in zip(keys, [b"", *keys], strict=False):
+            self._try(key, parent, first=not parent)
+        for key in reversed(keys):
+            self._touch_plain(key)
+        before, self.credited = self.credited, self.lead > (0 if self.credited else self._margin)
+        if before != self.credited:
+            self.give_credit(self.credited)
         super().touch(keys)
 
     def add(
         self, key: bytes, parent: bytes, *, first: bool = False, found: tuple[int, int] = (0, 0)
     ) -> None:
         super().add(key, parent, first=first, found=found)
-        self.duel.added(key, parent, first=first)
+        self._try(key, parent, first)
+        if key not in self._plain:
+            self._touch_plain(key)
+
+    def restore(self, key: bytes, parent: bytes, *, first: bool = False) -> None:
+        """What has been given up is resident all the same, with the uses it had: no request."""
+        super().add(key, parent, first=first, found=(0, self._ghosts.pop(key, 1)))
+
+    def _try(self, key: bytes, parent: bytes, first: bool) -> None:
+        if key not in self._trial.entries:
+            if len(self._trial.entries) >= self.capacity:
+                self._trial.evict(lambda key: True)
+            self._trial.add(key, parent, first=first)
+
+    def _touch_plain(self, key: bytes) -> None:
+        self._plain[key] = None
+        self._plain.move_to_end(key)
+        if len(self._plain) > self.capacity:
+            self._plain.popitem(last=False)
 
 
-def _always(key: bytes) -> bool:
-    return True
+def prefix_length(keys: Sequence[bytes], resident: Container[bytes]) -> int:
+    """How many leading keys are resident."""
+    for count, key in enumerate(keys):
+        if key not in resident:
+            return count
+    return len(keys)

@@ -369,5 +369,5 @@ class HostTier:
         assert counted.keys() <= self._block_in.keys() | self._withdrawn, "a lease on nothing"
         assert self._withdrawn <= counted.keys(), "a withdrawn slot that nobody reads"
         assert self._pins.keys() <= self._slot_of.keys(), "a pin on nothing"
-        assert set(self.order.keys()) == self._slot_of.keys(), "the eviction order disagrees"
+        assert set(self.order.entries) == self._slot_of.keys(), "the eviction order disagrees"
         self.order.check()

@@ -5,7 +5,7 @@ touches a file. Records are appended to one head segment. At the cap a whole seg
 records in it that are worth keeping are appended again, then its file is deleted (Rosenblum and
 Ousterhout 1992). One segment's worth of the cap is kept free for that, so the cap is never passed.
 
-What is worth keeping is decided as in memory (`retention`): records are condemned in that order
+What is worth keeping is decided as in memory (`eviction`): records are condemned in that order
 until a quarter of some segment need not be kept, and that one is cleaned. A condemned record is
 served until its file goes, and a request that asks for it revives it. What has been used once may
 not displace what has earned more time than a new block has.
@@ -458,5 +458,5 @@ class SegmentIndex:
                 assert record.segment == segment.number, "a record is in another segment"
                 assert record.offset + self.span <= segment.size, "a record behind the end"
         assert placed.keys() == self._records.keys(), "a record is in no segment"
-        assert set(self._order.keys()) == self._records.keys() - self._condemned
+        assert set(self._order.entries) == self._records.keys() - self._condemned
         self._order.check()

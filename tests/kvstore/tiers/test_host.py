@@ -9,7 +9,7 @@ import pytest
 
 from kvferry.kvstore.tiers.block import Block
 from kvferry.kvstore.tiers.disk.record import record_bytes
-from kvferry.kvstore.tiers.eviction import EvictionOrder
+from kvferry.kvstore.tiers.eviction import EvictionOrder, prefix_length
 from kvferry.kvstore.tiers.fetches import Ready
 from kvferry.kvstore.tiers.host import HostTier
 from kvferry.tests.rigs.store.rig import TENANT, chain_keys
@@ -144,7 +144,7 @@ def test_new_blocks_are_not_the_first_victims_even_when_all_others_are_hot() -> 
         assert victim is not None and victim not in new
     order.add(new[1], new[0])
     order.evict(lambda key: True)
-    assert new[0] in order and new[1] in order
+    assert new[0] in order.entries and new[1] in order.entries
     order.check()
 
 
@@ -175,17 +175,17 @@ def test_a_scan_does_not_push_out_what_is_used() -> None:
     for turn in range(400):
         keys = shared[turn % 4]
         if turn >= 200:
-            hits += order.prefix(keys)
+            hits += prefix_length(keys, order.entries)
             asked += len(keys)
         for chain in (keys, chain_keys(f"scan {turn}", 40)):
             order.touch(chain)
             for key, parent in zip(chain, [b"", *chain], strict=False):
-                if key not in order:
-                    if len(order) >= capacity:
+                if key not in order.entries:
+                    if len(order.entries) >= capacity:
                         order.evict(lambda key: True)
                     order.add(key, parent, first=not parent)
         order.check()
-    assert order.duel.credited and order.duel.lead > 0
+    assert order.credited and order.lead > 0
     assert hits > 0.8 * asked  # a plain LRU has none of them: 160 other blocks come between
 
 
