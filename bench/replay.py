@@ -24,11 +24,12 @@ import msgspec
 
 from kvferry.kvstore.keys import checksum
 from kvferry.kvstore.tiers.block import Block
-from kvferry.kvstore.tiers.cache import Handed, TieredCache
+from kvferry.kvstore.tiers.cache import TieredCache
 from kvferry.kvstore.tiers.disk.files import FileSystem
 from kvferry.kvstore.tiers.disk.record import record_bytes
 from kvferry.kvstore.tiers.disk.segments import SegmentIndex
 from kvferry.kvstore.tiers.disk.worker import DiskJob, DiskWorker, ReadJob
+from kvferry.kvstore.tiers.fetches import HandedOut
 from kvferry.kvstore.tiers.host import HostTier
 
 PAYLOAD_BYTES = 64
@@ -144,7 +145,7 @@ class Replay:
             "node", self._number, keys, 0, deadline=deadline, window=window, now=self._now
         )
         assert handed is not None
-        waiting: list[Handed] = [handed]
+        waiting: list[HandedOut] = [handed]
         loaded = 0
         while True:
             while waiting:
@@ -154,7 +155,7 @@ class Replay:
                 loaded += len(now.blocks)
                 if now.blocks:
                     count = len(now.blocks)
-                    more = self.tiers.took("node", self._number, count, self._now)
+                    more = self.tiers.fetches.took("node", self._number, count, self._now)
                     waiting += [more] if more else []
                 if now.ended:
                     return loaded
@@ -162,7 +163,7 @@ class Replay:
 
     def _put(self, keys: Sequence[bytes], start: int) -> None:
         for index in range(start, len(keys)):
-            slots = self.tiers.grant("node", 1)
+            slots = self.tiers.host.grant("node", 1)
             if not slots:
                 return
             view, key = self._view(slots[0]), keys[index]
@@ -175,9 +176,9 @@ class Replay:
         self._now += 1.0
         self._disk()
 
-    def _disk(self) -> list[Handed]:
+    def _disk(self) -> list[HandedOut]:
         """Lets the disk do what is asked of it, and ask for more, until it has nothing to do."""
-        handed: list[Handed] = []
+        handed: list[HandedOut] = []
         if self.tiers.disk is None:
             return handed
         while True:

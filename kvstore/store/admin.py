@@ -76,7 +76,7 @@ def _stats(storage: ModelStorage | None, figures: dict[str, float]) -> dict[str,
         "tiers": by_tier(figures),
         "gauges": {name: int(figures.get(name, 0)) for name in GAUGES},
         "counters": {name: it for name, it in figures.items() if name not in gauges},
-        "well": storage is None or storage.tiers.well,
+        "well": storage is None or storage.tiers.host.well,
     }
 
 

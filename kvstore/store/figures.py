@@ -44,7 +44,7 @@ def tier_figures(storage: ModelStorage | None, ram: int, disk: int) -> dict[str,
         "pinned_blocks": host["pinned"],
         "leased_blocks": host["leased"],
         "quarantined_blocks": host["quarantined"],
-        "quarantine_spent": not storage.tiers.well,
+        "quarantine_spent": not storage.tiers.host.well,
     }
     if tier is not None:
         index = tier.index

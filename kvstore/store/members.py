@@ -97,7 +97,7 @@ class Members:
         most = min(GRANTED_BYTES // storage.slot_bytes, host.num_slots // GRANTED_PART)
         wanted = max(1, most) - len(member.slots)
         if wanted > max(1, most) // 4 or not member.slots:
-            slots = storage.tiers.grant(member.peer.identity, wanted)
+            slots = storage.tiers.host.grant(member.peer.identity, wanted)
             if slots:
                 member.grants += 1
                 member.slots |= dict.fromkeys(slots, member.grants)
@@ -129,7 +129,7 @@ class Members:
         if quarantined and member.shared:
             self._quarantined[peer.identity] = member.lane
         else:  # it had mapped nothing
-            storage.tiers.proven_dead(peer.identity)
+            storage.tiers.host.proven_dead(peer.identity)
 
     def tick(self, storage: ModelStorage, now: float) -> None:
         """Buries who can write no more, and grants slots to who has few."""
@@ -142,7 +142,7 @@ class Members:
     def _prove_dead(self, storage: ModelStorage) -> None:
         for identity, lane in list(self._quarantined.items()):
             if not storage.memory.is_locked(lane):
-                storage.tiers.proven_dead(identity)
+                storage.tiers.host.proven_dead(identity)
                 del self._quarantined[identity]
 
     def check(self, storage: ModelStorage) -> None:

@@ -264,10 +264,10 @@ class StoreNode(NodeLoop):
                 case FetchRequest():
                     self._traffic.fetch(storage, member, message, now)
                 case Taken(number, count):
-                    handed = storage.tiers.took(owner, number, count, now)
+                    handed = storage.tiers.fetches.took(owner, number, count, now)
                     self._traffic.hand_out(storage, [handed] if handed else [])
                 case CancelFetch(number):
-                    storage.tiers.cancel(owner, number)
+                    storage.tiers.fetches.cancel(owner, number)
                 case Damaged(key):
                     storage.tiers.damaged(key)
                 case _:

@@ -13,7 +13,7 @@ from kvferry.kvstore.keys import checksum, split_keys
 from kvferry.kvstore.store.members import Member, Members
 from kvferry.kvstore.store.storage import ModelStorage
 from kvferry.kvstore.tiers.block import Block
-from kvferry.kvstore.tiers.cache import Handed
+from kvferry.kvstore.tiers.fetches import HandedOut
 from kvferry.kvstore.wire.server import Server
 from kvferry.kvstore.wire.store import Commit, Delivered, FetchEnded, FetchRequest, Leased
 
@@ -88,7 +88,7 @@ class Traffic:
         )
         self.hand_out(storage, [handed] if handed else [])
 
-    def hand_out(self, storage: ModelStorage, handed: Iterable[Handed]) -> None:
+    def hand_out(self, storage: ModelStorage, handed: Iterable[HandedOut]) -> None:
         """Tells each reader what it may copy now, and that nothing more comes."""
         for it in handed:
             member = self._members.find(it.fetch.owner)
@@ -99,7 +99,7 @@ class Traffic:
             if it.ended:
                 self._server.send(member.peer, FetchEnded(it.fetch.number, it.ended))
 
-    def _send_blocks(self, storage: ModelStorage, member: Member, handed: Handed) -> None:
+    def _send_blocks(self, storage: ModelStorage, member: Member, handed: HandedOut) -> None:
         blocks, number = handed.blocks, handed.fetch.number
         if member.shared:
             self._server.send(

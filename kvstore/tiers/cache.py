@@ -17,7 +17,7 @@ from kvferry.kvstore.tiers.disk.record import Record
 from kvferry.kvstore.tiers.disk.segments import SegmentIndex
 from kvferry.kvstore.tiers.disk.tier import DiskTier
 from kvferry.kvstore.tiers.disk.worker import DiskJob, ReadJob
-from kvferry.kvstore.tiers.fetches import DISK, HOST, Fetch, Fetches, Ready
+from kvferry.kvstore.tiers.fetches import DISK, HOST, ChainFetch, ChainFetches, HandedOut
 from kvferry.kvstore.tiers.host import HostTier, Lease, Owner
 from kvferry.kvstore.tiers.victims import Victims
 
@@ -27,18 +27,7 @@ HOLD_SECONDS = 60.0
 """How long a writer may keep a lease on what it wrote, for a shipment."""
 PINNED_SHARE = 0.5
 """Of the arena, at most."""
-QUARANTINE_SHARE = 0.25
-"""Of the arena: with more in quarantine the store says that it is not well."""
 _PREFETCH = "prefetch"
-
-
-@dataclass(frozen=True, slots=True)
-class Handed:
-    """What one fetch got: blocks to copy, and why it ended if it has."""
-
-    fetch: Fetch
-    blocks: list[Ready]
-    ended: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +55,8 @@ class TieredCache:
         self.disk = None if index is None else DiskTier(index, host, view, submit, self._save)
         self.victims = Victims(host)
         self.lease_s = lease_s
-        self.fetches = Fetches(host, lease_s, self._on_disk, self._start_read, self._recovering)
-        self._view = view
+        self.fetches = ChainFetches(host, self.disk, self._start_read, self.counters, lease_s)
+        host.on_evicted = self._evicted
         self._filling: dict[bytes, tuple[int, Block]] = {}
         """Blocks being read from disk, by key, and the slots they go to."""
         self._unwanted: set[bytes] = set()
@@ -79,12 +68,6 @@ class TieredCache:
         self._prefetches = 0
 
     # -- putting --------------------------------------------------------------------------------
-
-    def grant(self, owner: Owner, count: int) -> list[int]:
-        """Slots for a writer's next blocks; fewer, perhaps none, when the arena is busy."""
-        slots = self.host.grant(owner, count)
-        self._settle_evicted()
-        return slots
 
     def commit(self, owner: Owner, slot: int, block: Block, *, hold: bool, now: float) -> bool:
         """A writer has filled a slot of its own. False, counted, when the slot is not its own."""
@@ -114,12 +97,10 @@ class TieredCache:
                 self.counters["holds_mislaid"] += 1
                 self.release_held(owner, slot)
 
-    def _settle_evicted(self) -> None:
-        evicted = self.host.take_evicted()
-        for block in evicted:
-            self.victims.forget(block.key)
+    def _evicted(self, key: bytes) -> None:
+        self.victims.forget(key)
         if self.disk is not None:
-            self.disk.evicted(evicted)
+            self.disk.evicted(key)
 
     # -- finding --------------------------------------------------------------------------------
 
@@ -127,7 +108,7 @@ class TieredCache:
         """One byte a block, HOST or DISK, for the longest prefix that is there. Takes nothing."""
         tiers = bytearray()
         for key in keys:
-            tier = self._tier(key)
+            tier = self._tier_of(key)
             if not tier:
                 break
             tiers += tier
@@ -135,20 +116,14 @@ class TieredCache:
 
     def inspect(self, keys: Sequence[bytes]) -> bytes:
         """One byte a block, gaps too: HOST, DISK or `-`."""
-        return b"".join(self._tier(key) or b"-" for key in keys)
+        return b"".join(self._tier_of(key) or b"-" for key in keys)
 
-    def _tier(self, key: bytes) -> bytes:
+    def _tier_of(self, key: bytes) -> bytes:
         if key in self.host:
             return HOST
-        return DISK if self._on_disk(key) else b""
+        return DISK if self.disk is not None and key in self.disk.index else b""
 
-    def _on_disk(self, key: bytes) -> bool:
-        return self.disk is not None and key in self.disk.index
-
-    def _recovering(self) -> bool:
-        return self.disk is not None and self.disk.recovering > 0
-
-    # -- loading --------------------------------------------------------------------------------
+    # -- fetching -------------------------------------------------------------------------------
 
     def fetch(
         self,
@@ -160,45 +135,31 @@ class TieredCache:
         deadline: float,
         window: int,
         now: float,
-    ) -> Handed | None:
+    ) -> HandedOut | None:
         """A request wants this chain, and the bytes of its blocks from `first` on.
 
         None when the reader already has a fetch of this number.
         """
-        fetch = Fetch(owner, number, keys, first, deadline, max(1, window))
-        if not self.fetches.start(fetch):
+        if (owner, number) in self.fetches.active:
             self.counters["loads_repeated"] += 1
             return None
-        self._touch(keys)
+        self.host.order.touch(keys)
+        if self.disk is not None:
+            self.disk.index.touch(keys)
+            for key in keys:
+                self.victims.forget(key)
+                if key in self.host:  # used again: now it may displace something on disk
+                    self.disk.write_behind(key)
         self.counters["loads"] += 1
         self.counters["blocks_asked"] += len(keys) - first
-        return self._advance(fetch, now)
-
-    def _touch(self, keys: Sequence[bytes]) -> None:
-        self.host.order.touch(keys)
-        if self.disk is None:
-            return
-        self.disk.index.touch(keys)
-        for key in keys:
-            self.victims.forget(key)
-            if key in self.host:  # used again: now it may displace something on disk
-                self.disk.write_behind(key)
-
-    def _advance(self, fetch: Fetch, now: float) -> Handed:
-        blocks = self.fetches.advance(fetch, now)
-        if fetch.keep:
-            for block in blocks:
-                self.counters["blocks_host" if block.tier == HOST else "blocks_disk"] += 1
-        if fetch.ended:
-            self.counters[f"loads_{fetch.ended}"] += 1
-        return Handed(fetch, blocks, fetch.ended)
+        fetch = ChainFetch(owner, number, keys, first, deadline, max(1, window))
+        return self.fetches.start(fetch, now)
 
     def _start_read(self, key: bytes) -> bool:
         assert self.disk is not None
         if key in self._filling:  # it will be in memory soon
             return False
         slot = self.host.start_fill()
-        self._settle_evicted()
         if slot is None:
             self.counters["reads_without_slot"] += 1
             return False
@@ -212,10 +173,10 @@ class TieredCache:
             block = record.block
             if block.key in self.host or block.key in self._filling:
                 continue
-            if not (block.depth == 0 or block.parent in self._filling or self._tier(block.parent)):
+            parent_there = block.parent in self._filling or self._tier_of(block.parent)
+            if block.depth and not parent_there:
                 continue
             slot = self.victims.start_fill()
-            self._settle_evicted()
             if slot is None:
                 return
             self._filling[block.key] = slot, block
@@ -228,24 +189,12 @@ class TieredCache:
             if self.victims.forget(key) and self.disk is not None:
                 self.disk.write_behind(key)
         window = max(1, self.host.num_slots // 4)
-        fetch = Fetch(_PREFETCH, self._prefetches, keys, 0, deadline, window, keep=False)
-        self.fetches.start(fetch)
-        self._advance(fetch, now)
-
-    def took(self, owner: Owner, number: int, count: int, now: float) -> Handed | None:
-        """The reader has copied `count` more blocks: more may be handed out."""
-        fetch = self.fetches.took(owner, number, count)
-        return None if fetch is None or fetch.ended else self._advance(fetch, now)
-
-    def cancel(self, owner: Owner, number: int) -> None:
-        self.fetches.cancel(owner, number)
+        fetch = ChainFetch(_PREFETCH, self._prefetches, keys, 0, deadline, window, keep=False)
+        self.fetches.start(fetch, now)
 
     def damaged(self, key: bytes) -> None:
         """A reader's copy was not what the key promises: nobody is served this block again."""
         self.counters["host_damaged"] += 1
-        self._remove(key)
-
-    def _remove(self, key: bytes) -> None:
         if self.disk is not None:
             self.disk.discard(key)
         if key in self.host:
@@ -257,13 +206,12 @@ class TieredCache:
 
     # -- the disk -------------------------------------------------------------------------------
 
-    def disk_done(self, job: DiskJob, now: float) -> list[Handed]:
-        """Takes an outcome of the disk's; what it gives to loads."""
+    def disk_done(self, job: DiskJob, now: float) -> list[HandedOut]:
+        """Takes an outcome of the disk's; what it gives to fetches."""
         assert self.disk is not None
         self.disk.done(job, now)
-        return self._filled(job, now) if isinstance(job, ReadJob) else []
-
-    def _filled(self, job: ReadJob, now: float) -> list[Handed]:
+        if not isinstance(job, ReadJob):
+            return []
         block = job.record.block
         slot, _ = self._filling.pop(block.key)
         wanted = job.ok and block.key not in self._unwanted
@@ -277,22 +225,21 @@ class TieredCache:
         else:
             self.host.fill_failed(slot)
         self._unwanted.discard(block.key)
-        return [self._advance(fetch, now) for fetch in self.fetches.landed(block.key)]
+        return self.fetches.landed(block.key, now)
 
     # -- turning --------------------------------------------------------------------------------
 
-    def tick(self, now: float) -> list[Handed]:
+    def tick(self, now: float) -> list[HandedOut]:
         """Deadlines, leases that expire, writes that can start. Call every turn."""
         self.host.expire(now)
-        self.fetches.expire()
         for name in [it for it, lease in self._held.items() if not self.host.is_live(lease)]:
             del self._held[name]
-        handed = [self._advance(fetch, now) for fetch in list(self.fetches.active.values())]
+        handed = self.fetches.tick(now)
         if self.disk is not None:
             self.disk.step(now)
-        return [it for it in handed if it.blocks or it.ended]
+        return handed
 
-    # -- care -----------------------------------------------------------------------------------
+    # -- admin ----------------------------------------------------------------------------------
 
     def clear(self, tenant: bytes | None) -> Cleared:
         """Removes one tenant's blocks, or everything, from both tiers."""
@@ -320,7 +267,7 @@ class TieredCache:
         self._pin_later = {key: until for key, until in self._pin_later.items() if until > now}
         room = self._most_pinned - self.host.num_pinned
         for key in keys:
-            if key in self.host or not self._on_disk(key):
+            if self._tier_of(key) != DISK:
                 continue
             if key not in self._pin_later and len(self._pin_later) >= room:
                 break
@@ -348,16 +295,7 @@ class TieredCache:
         self.counters["slots_quarantined"] += quarantined
         return quarantined > 0
 
-    def proven_dead(self, owner: Owner) -> None:
-        """A lost peer can write no more."""
-        self.host.proven_dead(owner)
-
     # -- state ----------------------------------------------------------------------------------
-
-    @property
-    def well(self) -> bool:
-        """Whether the quarantine is within its budget."""
-        return self.host.num_quarantined <= QUARANTINE_SHARE * self.host.num_slots
 
     @property
     def idle(self) -> bool:

@@ -11,10 +11,11 @@ A shorter answer is a normal one.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvferry.kvstore.tiers.disk.tier import DiskTier
 from kvferry.kvstore.tiers.host import HostTier, Lease, Owner
 
 HOST, DISK = b"h", b"d"
@@ -32,21 +33,19 @@ class Ready:
 
 
 @dataclass(slots=True)
-class Fetch:
-    """One reader's wish for blocks `[first, len(keys))` of a chain."""
+class ChainFetch:
+    """One reader's wish for the blocks of a chain from `next` on."""
 
     owner: Owner
     number: int
     keys: Sequence[bytes]
-    first: int
+    next: int
+    """The block to hand out next."""
     deadline: float
     window: int
     """How many blocks may be handed out and not taken."""
     keep: bool = True
     """False: a prefetch, which wants the blocks in the arena and nothing handed out."""
-    next: int = 0
-    """The block to hand out next."""
-    taken: int = 0
     ended: str = ""
     """Why it ended: `complete`, `short`, `deadline`, `cancelled`."""
     from_disk: set[int] = field(default_factory=set)
@@ -54,55 +53,64 @@ class Fetch:
     leased: deque[Lease] = field(default_factory=deque)
     """Handed out and not taken yet."""
 
-    def __post_init__(self) -> None:
-        self.next = self.first
+
+@dataclass(frozen=True, slots=True)
+class HandedOut:
+    """What one fetch got: blocks to copy, and why it ended if it has just done so."""
+
+    fetch: ChainFetch
+    blocks: list[Ready]
+    ended: str
 
 
-class Fetches:
-    """All fetches of one arena."""
+class ChainFetches:
+    """All fetches from one store. `disk` is None without a disk tier."""
 
     def __init__(
         self,
         host: HostTier,
-        lease_s: float,
-        on_disk: Callable[[bytes], bool],
+        disk: DiskTier | None,
         start_read: Callable[[bytes], bool],
-        recovering: Callable[[], bool],
+        counters: Counter[str],
+        lease_s: float,
     ) -> None:
-        self.active: dict[tuple[Owner, int], Fetch] = {}
+        self.active: dict[tuple[Owner, int], ChainFetch] = {}
+        """Those that have not ended, and those whose readers still copy."""
         self._host = host
-        self._lease_s = lease_s
-        self._on_disk = on_disk
+        self._disk = disk
         self._start_read = start_read
         """Begins to bring a block into the arena; False when no slot can be had now."""
-        self._recovering = recovering
-        """Whether blocks may be on disk that nobody knows of yet: fetches wait for that."""
+        self._counters = counters
+        self._lease_s = lease_s
         self._reading: set[bytes] = set()
 
-    def start(self, fetch: Fetch) -> bool:
-        """False when the reader already has a fetch of this number."""
-        name = (fetch.owner, fetch.number)
-        if name in self.active:
-            return False
-        self.active[name] = fetch
-        return True
+    def start(self, fetch: ChainFetch, now: float) -> HandedOut:
+        self.active[(fetch.owner, fetch.number)] = fetch
+        return self.advance(fetch, now)
 
-    def advance(self, fetch: Fetch, now: float) -> list[Ready]:
-        """Leases what is there, starts reads, and says what may be handed out, in order."""
-        if fetch.ended:
-            return []
-        if now >= fetch.deadline:
-            self.end(fetch, "deadline")
-            return []
-        end = self._reach(fetch, now)
-        handed = self._hand_out(fetch, now)
-        if fetch.next == end:
-            self.end(fetch, "complete" if end == len(fetch.keys) else "short")
-        return handed
+    def advance(self, fetch: ChainFetch, now: float) -> HandedOut:
+        """Leases what is there, starts reads, and hands out what may be copied, in order.
 
-    def _reach(self, fetch: Fetch, now: float) -> int | None:
+        An ended fetch is forgotten once its reader has taken everything.
+        """
+        over, blocks = bool(fetch.ended), []
+        if not over and now >= fetch.deadline:
+            self._end(fetch, "deadline")
+        elif not over:
+            end = self._reach(fetch, now)
+            blocks = self._hand_out(fetch, now)
+            if fetch.next == end:
+                self._end(fetch, "complete" if end == len(fetch.keys) else "short")
+        if fetch.ended and not fetch.leased:
+            self.active.pop((fetch.owner, fetch.number), None)
+        if over or not fetch.ended:
+            return HandedOut(fetch, blocks, "")
+        self._counters[f"loads_{fetch.ended}"] += 1
+        return HandedOut(fetch, blocks, fetch.ended)
+
+    def _reach(self, fetch: ChainFetch, now: float) -> int | None:
         """Takes what the window allows. Returns where the fetch must end, if that is known."""
-        limit = min(len(fetch.keys), fetch.first + fetch.taken + fetch.window)
+        limit = min(len(fetch.keys), fetch.next - len(fetch.leased) + fetch.window)
         for index in range(fetch.next, limit):
             if index in fetch.ready:
                 continue
@@ -112,8 +120,9 @@ class Fetches:
                 fetch.ready[index] = self._host.lease(fetch.owner, key, until)
             elif key in self._reading:
                 fetch.from_disk.add(index)
-            elif not self._on_disk(key):
-                return None if self._recovering() else index
+            elif self._disk is None or key not in self._disk.index:
+                # While the disk's files are being read, nobody knows what is on it.
+                return None if self._disk is not None and self._disk.recovering else index
             elif self._start_read(key):
                 self._reading.add(key)
                 fetch.from_disk.add(index)
@@ -121,7 +130,7 @@ class Fetches:
                 return None
         return len(fetch.keys) if limit == len(fetch.keys) else None
 
-    def _hand_out(self, fetch: Fetch, now: float) -> list[Ready]:
+    def _hand_out(self, fetch: ChainFetch, now: float) -> list[Ready]:
         handed = []
         while (lease := fetch.ready.pop(fetch.next, None)) is not None:
             key = fetch.keys[fetch.next]
@@ -131,66 +140,60 @@ class Fetches:
             if key not in self._host or self._host.slot_of(key) != lease.slot:  # discarded
                 self._host.release(renewed)
                 break
-            block = self._host.block(key)
             tier = DISK if fetch.next in fetch.from_disk else HOST
-            handed.append(Ready(fetch.next, lease.slot, block.checksum, tier))
+            handed.append(Ready(fetch.next, lease.slot, self._host.block(key).checksum, tier))
             fetch.next += 1
             if fetch.keep:
                 fetch.leased.append(renewed)
+                self._counters["blocks_host" if tier == HOST else "blocks_disk"] += 1
             else:
                 self._host.release(renewed)
-                fetch.taken += 1
         return handed
 
-    def landed(self, key: bytes) -> list[Fetch]:
-        """A read has ended, well or not: the fetches that this may move."""
-        self._reading.discard(key)
-        return [fetch for fetch in self.active.values() if fetch.from_disk]
-
-    def took(self, owner: Owner, number: int, count: int) -> Fetch | None:
-        """The reader has copied its next `count` blocks; their leases end."""
-        fetch = self.active.get((owner, number))
-        if fetch is None:
-            return None
-        for _ in range(min(count, len(fetch.leased))):
-            self._host.release(fetch.leased.popleft())
-            fetch.taken += 1
-        self._forget_if_over(fetch)
-        return fetch
-
-    def end(self, fetch: Fetch, reason: str) -> None:
+    def _end(self, fetch: ChainFetch, reason: str) -> None:
         """Nothing more is handed out. What the reader has may still be read under its leases."""
         fetch.ended = reason
         for lease in fetch.ready.values():
             self._host.release(lease)
         fetch.ready.clear()
-        self._forget_if_over(fetch)
 
-    def _forget_if_over(self, fetch: Fetch) -> None:
-        if fetch.ended and not fetch.leased:
-            self.active.pop((fetch.owner, fetch.number), None)
+    def landed(self, key: bytes, now: float) -> list[HandedOut]:
+        """A read has ended, well or not: what it gives to those who may have waited for it."""
+        self._reading.discard(key)
+        waiting = [fetch for fetch in self.active.values() if fetch.from_disk]
+        return [self.advance(fetch, now) for fetch in waiting]
+
+    def took(self, owner: Owner, number: int, count: int, now: float) -> HandedOut | None:
+        """The reader has copied its next `count` blocks; their leases end, and more may come."""
+        fetch = self.active.get((owner, number))
+        if fetch is None:
+            return None
+        for _ in range(min(count, len(fetch.leased))):
+            self._host.release(fetch.leased.popleft())
+        return self.advance(fetch, now)
 
     def cancel(self, owner: Owner, number: int) -> None:
         """The reader wants nothing more, and reads nothing more."""
-        fetch = self.active.get((owner, number))
+        fetch = self.active.pop((owner, number), None)
         if fetch is not None:
             for lease in fetch.leased:
                 self._host.release(lease)
             fetch.leased.clear()
-            self.end(fetch, "cancelled")
+            self._end(fetch, "cancelled")
 
     def lost(self, owner: Owner) -> None:
         """A reader is gone."""
         for name in [name for name in self.active if name[0] == owner]:
             self.cancel(*name)
 
-    def expire(self) -> None:
-        """Forgets ended fetches whose readers let their leases run out."""
+    def tick(self, now: float) -> list[HandedOut]:
+        """Deadlines, and readers that let their leases run out."""
+        handed = []
         for fetch in list(self.active.values()):
             while fetch.leased and not self._host.is_live(fetch.leased[0]):
                 fetch.leased.popleft()
-                fetch.taken += 1
-            self._forget_if_over(fetch)
+            handed.append(self.advance(fetch, now))
+        return [it for it in handed if it.blocks or it.ended]
 
     def check(self) -> None:
         """Proves that a fetch holds no more than its window and nothing behind its end."""

@@ -30,6 +30,8 @@ from kvferry.kvstore.tiers.eviction import EvictionOrder
 Owner = Hashable
 FOREVER = float("inf")
 FUTILE_TAKES = 64
+QUARANTINE_SHARE = 0.25
+"""With more of the slots in quarantine the store says that it is not well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +67,9 @@ class HostTier:
         """Whether a block waits to be written to disk: it goes only when nothing else may."""
         self.is_on_disk: Callable[[bytes], bool] | None = None
         """Whether a block can be read from disk; None without a disk."""
+        self.on_evicted: Callable[[bytes], None] = lambda key: None
+        """Is told of every block that is evicted, which is not findable any more."""
         self._futile = 0
-        self._evicted: list[Block] = []
 
     # -- looking --------------------------------------------------------------------------------
 
@@ -90,6 +93,11 @@ class HostTier:
     @property
     def num_quarantined(self) -> int:
         return len(self._quarantined)
+
+    @property
+    def well(self) -> bool:
+        """Whether the quarantine is within its budget."""
+        return len(self._quarantined) <= QUARANTINE_SHARE * self.num_slots
 
     @property
     def num_leased(self) -> int:
@@ -127,9 +135,10 @@ class HostTier:
 
     def _vacate(self, key: bytes) -> int:
         slot = self._slot_of.pop(key)
-        self._evicted.append(self._block_in.pop(slot))
+        del self._block_in[slot]
         self._pins.pop(key, None)
         self.evictions += 1
+        self.on_evicted(key)
         return slot
 
     def _take_inner(self, on_disk: Callable[[bytes], bool]) -> bytes | None:
@@ -155,11 +164,6 @@ class HostTier:
         assert self.may_go(key), "a block is evicted that somebody reads or has pinned"
         self.order.give_up(key)
         self._free.append(self._vacate(key))
-
-    def take_evicted(self) -> list[Block]:
-        """Blocks evicted since the last call."""
-        evicted, self._evicted = self._evicted, []
-        return evicted
 
     def give_back(self, owner: Owner, slot: int) -> bool:
         """The writer will not use the slot; False if it was not its own."""
@@ -194,17 +198,19 @@ class HostTier:
         *,
         alone: bool = False,
     ) -> Lease | None:
+        lease = None if hold_until is None else self.lease(owner, block.key, hold_until, slot)
         if block.key in self._slot_of:
-            self._withdrawn.add(slot)
-        else:
-            self._slot_of[block.key] = slot
-            self._block_in[slot] = block
-            if alone:
-                self.order.restore(block.key, block.parent, first=True)
+            if lease is None:
+                self._free.append(slot)
             else:
-                self.order.add(block.key, block.parent, first=block.depth == 0)
-        lease = None if hold_until is None else self._lease(owner, slot, hold_until)
-        self._settle_withdrawn(slot)
+                self._withdrawn.add(slot)
+            return lease
+        self._slot_of[block.key] = slot
+        self._block_in[slot] = block
+        if alone:
+            self.order.restore(block.key, block.parent, first=True)
+        else:
+            self.order.add(block.key, block.parent, first=block.depth == 0)
         return lease
 
     def start_fill(self, *, spare: bool = False) -> int | None:
@@ -233,11 +239,12 @@ class HostTier:
 
     # -- reading --------------------------------------------------------------------------------
 
-    def lease(self, owner: Owner, key: bytes, until: float) -> Lease:
-        """A findable block stays where it is until the lease is released or expires."""
-        return self._lease(owner, self._slot_of[key], until)
+    def lease(self, owner: Owner, key: bytes, until: float, slot: int | None = None) -> Lease:
+        """A block stays where it is until the lease is released or expires.
 
-    def _lease(self, owner: Owner, slot: int, until: float) -> Lease:
+        `slot`: where its writer has just written it, if that is not the findable one.
+        """
+        slot = self._slot_of[key] if slot is None else slot
         lease = Lease(self._next_lease, owner, slot, until)
         self._next_lease += 1
         self._leases[lease.number] = lease
@@ -251,9 +258,11 @@ class HostTier:
         left = self._leases_on[lease.slot] - 1
         if left:
             self._leases_on[lease.slot] = left
-        else:
-            del self._leases_on[lease.slot]
-            self._settle_withdrawn(lease.slot)
+            return True
+        del self._leases_on[lease.slot]
+        if lease.slot in self._withdrawn:
+            self._withdrawn.remove(lease.slot)
+            self._free.append(lease.slot)
         return True
 
     def renew(self, lease: Lease, until: float) -> Lease | None:
@@ -265,11 +274,6 @@ class HostTier:
 
     def is_live(self, lease: Lease) -> bool:
         return lease.number in self._leases
-
-    def _settle_withdrawn(self, slot: int) -> None:
-        if slot in self._withdrawn and slot not in self._leases_on:
-            self._withdrawn.remove(slot)
-            self._free.append(slot)
 
     def expire(self, now: float) -> int:
         """Ends the leases and pins whose time has passed; how many leases."""
@@ -289,8 +293,10 @@ class HostTier:
         del self._block_in[slot]
         self._pins.pop(key, None)
         self.order.remove(key)
-        self._withdrawn.add(slot)
-        self._settle_withdrawn(slot)
+        if slot in self._leases_on:
+            self._withdrawn.add(slot)
+        else:
+            self._free.append(slot)
 
     def pin(self, keys: Collection[bytes], until: float, most: int) -> int:
         """Keeps resident blocks from eviction; at most `most` in all. Returns how many of these."""

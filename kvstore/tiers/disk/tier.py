@@ -13,9 +13,8 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
-from kvferry.kvstore.tiers.block import Block
 from kvferry.kvstore.tiers.disk.record import Record
 from kvferry.kvstore.tiers.disk.segments import Placed, SegmentIndex
 from kvferry.kvstore.tiers.disk.worker import (
@@ -123,12 +122,11 @@ class DiskTier:
             return
         self._dirty[key] = None
 
-    def evicted(self, blocks: Iterable[Block]) -> None:
-        """The arena has given these up."""
-        for block in blocks:
-            if block.key in self._dirty:
-                del self._dirty[block.key]
-                self.counters["disk_evicted_unwritten"] += 1
+    def evicted(self, key: bytes) -> None:
+        """The host tier has given this block up."""
+        if key in self._dirty:
+            del self._dirty[key]
+            self.counters["disk_evicted_unwritten"] += 1
 
     def read(self, key: bytes, slot: int) -> ReadJob:
         """Starts reading a block into a slot."""

@@ -20,97 +20,97 @@ def block(key: bytes, parent: bytes = b"\0" * 16, depth: int = 0) -> Block:
     return Block(key, parent, TENANT, depth, 7)
 
 
-def fill(arena: HostTier, keys: list[bytes], owner: str = "w") -> list[int]:
-    slots = arena.grant(owner, len(keys))
+def fill(host: HostTier, keys: list[bytes], owner: str = "w") -> list[int]:
+    slots = host.grant(owner, len(keys))
     parent = b"\0" * 16
     for slot, key in zip(slots, keys, strict=True):
-        arena.commit(owner, slot, block(key, parent), None)
+        host.commit(owner, slot, block(key, parent), None)
         parent = key
     return slots
 
 
 def test_a_reservation_ends_by_commit_by_return_or_by_proven_death_only() -> None:
-    arena = HostTier(4)
-    slots = arena.grant("w", 4)
-    arena.expire(1e9)
-    assert arena.grant("other", 1) == [], "no time frees a slot that may be written"
-    assert arena.give_back("w", slots[0]) and not arena.give_back("w", slots[0])
-    assert not arena.give_back("other", slots[1])
-    assert arena.lost("w") == 3
-    assert arena.grant("other", 4) == [slots[0]]
-    arena.expire(1e9)
-    assert arena.ledger()["quarantined"] == 3
-    arena.check()
-    assert arena.proven_dead("w") == 3
-    assert len(arena.grant("other", 4)) == 3
-    arena.check()
+    host = HostTier(4)
+    slots = host.grant("w", 4)
+    host.expire(1e9)
+    assert host.grant("other", 1) == [], "no time frees a slot that may be written"
+    assert host.give_back("w", slots[0]) and not host.give_back("w", slots[0])
+    assert not host.give_back("other", slots[1])
+    assert host.lost("w") == 3
+    assert host.grant("other", 4) == [slots[0]]
+    host.expire(1e9)
+    assert host.ledger()["quarantined"] == 3
+    host.check()
+    assert host.proven_dead("w") == 3
+    assert len(host.grant("other", 4)) == 3
+    host.check()
 
 
 def test_a_leased_block_is_not_evicted_and_a_lease_ends_by_time() -> None:
-    arena = HostTier(4)
+    host = HostTier(4)
     keys = chain_keys("x", 4)
-    fill(arena, keys)
-    leases = [arena.lease("r", key, until=10.0) for key in keys]
-    assert arena.grant("w", 1) == []
-    assert arena.release(leases[3])
-    assert arena.grant("w", 2) == [leases[3].slot], "only the released one can go"
-    assert arena.expire(10.0) == 3
-    assert not arena.release(leases[0])
-    assert len(arena.grant("w", 4)) == 3
-    arena.check()
+    fill(host, keys)
+    leases = [host.lease("r", key, until=10.0) for key in keys]
+    assert host.grant("w", 1) == []
+    assert host.release(leases[3])
+    assert host.grant("w", 2) == [leases[3].slot], "only the released one can go"
+    assert host.expire(10.0) == 3
+    assert not host.release(leases[0])
+    assert len(host.grant("w", 4)) == 3
+    host.check()
 
 
 def test_a_discarded_block_keeps_its_slot_while_it_is_read() -> None:
-    arena = HostTier(2)
+    host = HostTier(2)
     keys = chain_keys("x", 2)
-    fill(arena, keys)
-    lease = arena.lease("r", keys[1], until=10.0)
-    arena.discard(keys[1])
-    assert keys[1] not in arena
-    arena.check()
-    assert arena.ledger()["withdrawn"] == 1
-    slots = arena.grant("w", 2)
+    fill(host, keys)
+    lease = host.lease("r", keys[1], until=10.0)
+    host.discard(keys[1])
+    assert keys[1] not in host
+    host.check()
+    assert host.ledger()["withdrawn"] == 1
+    slots = host.grant("w", 2)
     assert lease.slot not in slots
-    arena.release(lease)
-    assert arena.grant("w", 1) == [lease.slot]
-    arena.check()
+    host.release(lease)
+    assert host.grant("w", 1) == [lease.slot]
+    host.check()
 
 
 def test_the_second_copy_of_a_block_serves_its_shipment_and_goes() -> None:
-    arena = HostTier(4)
-    first, second = arena.grant("w", 2)
+    host = HostTier(4)
+    first, second = host.grant("w", 2)
     key = chain_keys("x", 1)[0]
-    arena.commit("w", first, block(key), None)
-    held = arena.commit("w", second, block(key), hold_until=50.0)
-    assert held is not None and arena.slot_of(key) == first
-    arena.check()
-    arena.release(held)
-    assert arena.ledger()["free"] == 3
-    arena.check()
+    host.commit("w", first, block(key), None)
+    held = host.commit("w", second, block(key), hold_until=50.0)
+    assert held is not None and host.slot_of(key) == first
+    host.check()
+    host.release(held)
+    assert host.ledger()["free"] == 3
+    host.check()
 
 
 def test_the_deepest_block_of_the_oldest_chain_goes_first() -> None:
-    arena = HostTier(8)
+    host = HostTier(8)
     old, new = chain_keys("old", 4), chain_keys("new", 4)
-    fill(arena, old)
-    fill(arena, new)
-    for expected in reversed(old):
-        arena.grant("w", 1)
-        assert [it.key for it in arena.take_evicted()] == [expected]
-    arena.grant("w", 1)
-    assert [it.key for it in arena.take_evicted()] == [new[3]]
+    fill(host, old)
+    fill(host, new)
+    evicted: list[bytes] = []
+    host.on_evicted = evicted.append
+    for count in range(1, 6):
+        host.grant("w", 1)
+        assert evicted == [*reversed(old), new[3]][:count]
 
 
 def test_a_pinned_block_stays_until_its_time_is_over() -> None:
-    arena = HostTier(4)
+    host = HostTier(4)
     keys = chain_keys("x", 4)
-    fill(arena, keys)
-    assert arena.pin(keys, until=5.0, most=2) == 2
-    assert len(arena.grant("w", 4)) == 2
-    assert keys[1] in arena
-    arena.expire(5.0)
-    assert len(arena.grant("w", 4)) == 2
-    arena.check()
+    fill(host, keys)
+    assert host.pin(keys, until=5.0, most=2) == 2
+    assert len(host.grant("w", 4)) == 2
+    assert keys[1] in host
+    host.expire(5.0)
+    assert len(host.grant("w", 4)) == 2
+    host.check()
 
 
 @pytest.mark.A5
@@ -189,6 +189,20 @@ def test_a_scan_does_not_push_out_what_is_used() -> None:
     assert hits > 0.8 * asked  # a plain LRU has none of them: 160 other blocks come between
 
 
+def test_the_end_of_a_fetch_is_told_once_and_counted_once(tmp_path: Path) -> None:
+    rig = TiersRig(tmp_path, slots=8)
+    keys = chain_keys("mine", 3)
+    rig.put(keys)
+    began = rig.tiers.fetch("r", 1, keys, 0, deadline=5.0, window=8, now=0.0)
+    assert began is not None and began.ended == "complete" and len(began.blocks) == 3
+    for _ in range(4):
+        rig.tick(0.1)
+    assert not rig.handed and rig.counter("loads_complete") == 1
+    assert rig.tiers.fetches.active, "its reader still copies"
+    rig.tiers.fetches.took("r", 1, 3, rig.now)
+    assert not rig.tiers.fetches.active
+
+
 # -- interleavings ---------------------------------------------------------------------------------
 
 
@@ -257,7 +271,7 @@ def test_a_thousand_random_interleavings_serve_right_bytes(tmp_path: Path, seed:
                 rig.tick(dice.choice((0.0, 0.2, 4.0)))
             case 8 if readers:
                 name = dice.choice(list(readers))
-                rig.tiers.cancel(*name)
+                rig.tiers.fetches.cancel(*name)
                 del readers[name]
                 leased.pop(name, None)
             case 9:
@@ -267,10 +281,10 @@ def test_a_thousand_random_interleavings_serve_right_bytes(tmp_path: Path, seed:
                 leased.clear()
             case 11 if dice.random() < 0.3:
                 owner = dice.choice(("r1", "r2", "writer"))
-                slots = rig.tiers.grant("writer", 1) if owner == "writer" else []
+                slots = rig.tiers.host.grant("writer", 1) if owner == "writer" else []
                 rig.tiers.lost(owner)
                 assert not slots or rig.tiers.host.num_quarantined >= 1
-                rig.tiers.proven_dead(owner)
+                rig.tiers.host.proven_dead(owner)
                 for name in [name for name in readers if name[0] == owner]:
                     del readers[name]
                     leased.pop(name, None)
@@ -281,7 +295,7 @@ def test_a_thousand_random_interleavings_serve_right_bytes(tmp_path: Path, seed:
             right = rig.is_right(Ready(0, slot, total, b"h"), key)
             if live is not None and live.leased and rig.tiers.host.is_live(live.leased[0]):
                 assert right, "a block under a live lease was overwritten"
-            more = rig.tiers.took(name[0], name[1], 1, rig.now)
+            more = rig.tiers.fetches.took(name[0], name[1], 1, rig.now)
             rig.handed += [more] if more else []
             if not blocks:
                 del leased[name]
@@ -289,10 +303,10 @@ def test_a_thousand_random_interleavings_serve_right_bytes(tmp_path: Path, seed:
         if cap:
             assert rig.bytes_on_disk() <= cap
     for name in readers:
-        rig.tiers.cancel(*name)
+        rig.tiers.fetches.cancel(*name)
     rig.settle()
     ledger = rig.tiers.host.ledger()
     assert ledger["leases"] == ledger["filling"] == ledger["withdrawn"] == 0, "something leaks"
     rig.tick(1e4)
-    free = len(rig.tiers.grant("last", 100))
+    free = len(rig.tiers.host.grant("last", 100))
     assert free == rig.tiers.host.num_slots, "the arena is usable again, all of it"

@@ -130,12 +130,11 @@ def test_the_oldest_victims_go_first_and_only_victims_go_for_them(tmp_path: Path
 
 def test_nothing_that_waits_to_be_written_makes_room_for_a_victim(tmp_path: Path) -> None:
     rig, _ = overfull(tmp_path)
-    arena = rig.tiers.host
-    held = arena.grant("writer", SLOTS)
-    rig.tiers._settle_evicted()
+    host = rig.tiers.host
+    held = host.grant("writer", SLOTS)
     assert len(held) == SLOTS and len(rig.tiers.victims) == 0
     for slot in held[:8]:
-        arena.give_back("writer", slot)
+        host.give_back("writer", slot)
     for number in range(8):  # all that is left of the arena, and all of it unwritten
         rig.put(chain_keys(f"new {number}", 1))
     saved = rig.counter("disk_saved")
@@ -195,15 +194,15 @@ def test_a_victim_that_goes_is_remembered_with_the_uses_it_had(tmp_path: Path) -
 
 
 def test_that_a_block_comes_to_be_kept_is_no_use_of_it() -> None:
-    arena = HostTier(4)
+    host = HostTier(4)
     block = Block(b"k" * 16, b"p" * 16, TENANT, 3, 0)
-    arena.commit("writer", arena.grant("writer", 1)[0], block, None)
-    arena.evict(block.key)
-    slot = arena.start_fill(spare=True)
+    host.commit("writer", host.grant("writer", 1)[0], block, None)
+    host.evict(block.key)
+    slot = host.start_fill(spare=True)
     assert slot is not None
-    arena.filled(slot, block, alone=True)
-    assert arena.order.uses(block.key) == 1
-    arena.check()
+    host.filled(slot, block, alone=True)
+    assert host.order.uses(block.key) == 1
+    host.check()
 
 
 @pytest.mark.parametrize("cap", [20, 40, 256])
@@ -216,7 +215,7 @@ def test_a_directory_that_vanishes_and_fills_again_confuses_no_victim(
     for number in range(cap):
         rig.put(chain_keys(number, 1))
         rig.settle()
-    for slot in rig.tiers.grant("writer", SLOTS):  # so the arena has none of them
+    for slot in rig.tiers.host.grant("writer", SLOTS):  # so the arena has none of them
         rig.tiers.host.give_back("writer", slot)
     for number in range(60):
         rig.put(chain_keys(f"next {number}", 1))

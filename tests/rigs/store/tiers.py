@@ -11,12 +11,12 @@ from pathlib import Path
 
 from kvferry.kvstore.keys import checksum
 from kvferry.kvstore.tiers.block import Block
-from kvferry.kvstore.tiers.cache import Handed, TieredCache
+from kvferry.kvstore.tiers.cache import TieredCache
 from kvferry.kvstore.tiers.disk.files import FileSystem
 from kvferry.kvstore.tiers.disk.record import record_bytes
 from kvferry.kvstore.tiers.disk.segments import SegmentIndex
 from kvferry.kvstore.tiers.disk.worker import DiskFaults, DiskJob, DiskWorker, ReadJob
-from kvferry.kvstore.tiers.fetches import Ready
+from kvferry.kvstore.tiers.fetches import HandedOut, Ready
 from kvferry.kvstore.tiers.host import HostTier
 from kvferry.tests.rigs.store.rig import TENANT, chain_keys, payload_of
 
@@ -67,7 +67,7 @@ class TiersRig:
         if index is not None and self.tiers.disk is not None:
             self.files.lock()
             self.tiers.disk.recover(self.files.list(), self.files.delete)
-        self.handed: list[Handed] = []
+        self.handed: list[HandedOut] = []
 
     def view(self, slot: int) -> memoryview:
         return self.memory[slot * self.size : (slot + 1) * self.size]
@@ -113,7 +113,7 @@ class TiersRig:
     def put(self, keys: list[bytes], *, start: int = 0, tenant: bytes = TENANT) -> int:
         """Puts blocks [start, len(keys)) until one finds no slot; how many."""
         for index in range(start, len(keys)):
-            slots = self.tiers.grant("writer", 1)
+            slots = self.tiers.host.grant("writer", 1)
             if not slots:
                 return index - start
             key = keys[index]
@@ -142,10 +142,10 @@ class TiersRig:
                     assert block.index == first + got, "a block is missing"
                     if not self.is_right(block, keys[block.index]):
                         self.tiers.damaged(keys[block.index])
-                        self.tiers.cancel("reader", number)
+                        self.tiers.fetches.cancel("reader", number)
                         return got
                     got += 1
-                    more = self.tiers.took("reader", number, 1, self.now)
+                    more = self.tiers.fetches.took("reader", number, 1, self.now)
                     self.handed += [more] if more else []
                 if handed.ended:
                     return got
