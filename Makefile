@@ -4,14 +4,22 @@ ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install
 
-.PHONY: serve test test-clients check acceptance bench bench-equality bench-gateway bench-streams soak lock clean
+.PHONY: serve test test-slow test-clients check acceptance bench bench-equality bench-gateway bench-streams soak lock clean
 
 serve: .venv/ready
 	@$(BIN)/kvferry serve $(ARGS)
 
+# Processes that tests start, some hundred, need not compile the same modules again.
+test test-slow: export PYTHONDONTWRITEBYTECODE =
+
 test: .venv/ready
 	@$(BIN)/python -m kvferry.tests.rigs.models.vocabularies
 	@$(BIN)/pytest -n 2 --dist loadscope $(ARGS)
+
+# What takes long and seldom fails.
+test-slow: .venv/ready
+	@$(BIN)/python -m kvferry.tests.rigs.models.vocabularies
+	@$(BIN)/pytest -n 2 --dist loadscope -m slow $(ARGS)
 
 test-clients: .venv/ready
 	@$(BIN)/python -m kvferry.tests.clients $(ARGS)

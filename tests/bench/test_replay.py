@@ -42,7 +42,10 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "capacity"),
-    [("conversation_trace_cut", 1500), ("synthetic_trace_cut", 1500)],
+    [
+        pytest.param("conversation_trace_cut", 1500, marks=pytest.mark.slow),
+        ("synthetic_trace_cut", 1500),
+    ],
 )
 def test_the_store_keeps_what_plain_lru_keeps(name: str, capacity: int) -> None:
     trace = read_trace(TRACES / f"{name}.jsonl")

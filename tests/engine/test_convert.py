@@ -87,6 +87,7 @@ def test_the_tokenizer_is_the_files_own(smollm2: Path, reader: GGUFReader) -> No
     assert tokenizer.encode("if   7:").tokens == ["if", "ĠĠĠ", "7", ":"], "pre is smollm"
 
 
+@pytest.mark.slow
 def test_plain_transformers_answers_from_it(smollm2: Path) -> None:
     tokenizer = Tokenizer.from_file(str(smollm2 / "tokenizer.json"))
     prompt = "<|im_start|>user\nWhat is the capital of France?<|im_end|>\n<|im_start|>assistant\n"
@@ -109,6 +110,7 @@ def test_nothing_half_made_is_left(tmp_path: Path) -> None:
         convert_gguf(source, target)
 
 
+@pytest.mark.slow
 def test_as_a_program_it_says_what_failed(tmp_path: Path) -> None:
     command = [sys.executable, "-P", "-m", "kvferry.kernels.convert"]
     arguments = [str(tmp_path / "no.gguf"), str(tmp_path / "out")]

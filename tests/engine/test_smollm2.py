@@ -13,6 +13,8 @@ from kvferry.kernels.engine import Batch, Span
 from kvferry.kernels.engines.torch import TorchEngine, load_torch_engine
 from kvferry.tests.rigs.models.oracle import Judge, load_oracle, logits_at
 
+pytestmark = pytest.mark.slow
+
 N = 16
 QUESTIONS = (
     "What is the capital of France?",

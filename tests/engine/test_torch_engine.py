@@ -194,6 +194,7 @@ def test_a_block_carries_its_kv_to_another_engine(llama: Path, sequences: Sequen
     assert other.decode(logits, 100, table, 20) == expected
 
 
+@pytest.mark.slow
 def test_overwriting_one_block_changes_nearly_every_text(sequences: Sequences) -> None:
     changed = 0
     rounds = 40

@@ -24,6 +24,7 @@ from kvferry.kvstore.wire.handoff import (
 )
 from kvferry.prefill_node.job import Job
 from kvferry.tests.rigs.handoff.cluster import DECODE_LIMITS, STANDIN, Answer, Cluster, prompt_of
+from kvferry.tests.rigs.slow import slow_but
 
 pytestmark = pytest.mark.usefixtures("both_transfers")
 
@@ -156,6 +157,7 @@ def test_messages_of_transfers_that_nobody_knows_are_survived() -> None:
 
 
 @pytest.mark.B8
+@pytest.mark.parametrize("both_transfers", slow_but(["inline", "arena"], "inline"), indirect=True)
 @pytest.mark.parametrize("prefill_nodes", [1, 0])
 def test_a_burst_on_a_small_pool_finishes(prefill_nodes: int) -> None:
     """Room for four; 200 requests of 512 in and 64 out at once, a tenth of the clients leaves."""
@@ -241,7 +243,10 @@ def test_a_prompt_that_can_never_fit_is_refused_with_both_figures() -> None:
 
 
 @pytest.mark.D7
-@pytest.mark.parametrize("action", ["drop", "duplicate", "reorder", "corrupt"])
+@pytest.mark.parametrize("both_transfers", slow_but(["inline", "arena"], "inline"), indirect=True)
+@pytest.mark.parametrize(
+    "action", slow_but(["drop", "duplicate", "reorder", "corrupt"], "drop", "corrupt")
+)
 def test_one_frame_of_fifty(action: str) -> None:
     """Lost, repeated, overtaken or damaged frames on both links: nothing decodes with a hole."""
     large = replace(STANDIN, kv_bytes_per_token=1 << 12)  # several `Blocks` messages a prompt

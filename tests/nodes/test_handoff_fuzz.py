@@ -15,6 +15,7 @@ from kvferry.kvstore.wire.hello import Welcome
 from kvferry.kvstore.wire.server import Server
 from kvferry.kvstore.wire.sockets import new_incarnation
 from kvferry.tests.rigs.handoff.cluster import BLOCK, FINGERPRINT, Answer, Cluster, prompt_of
+from kvferry.tests.rigs.slow import slow_but
 
 
 @pytest.fixture(autouse=True, params=["inline", "arena"])
@@ -132,7 +133,7 @@ class Mix:
 
 
 @pytest.mark.B1
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", slow_but(range(6), 2))
 def test_a_random_mix_is_exact_and_leaves_nothing(seed: int) -> None:
     mix = Mix(seed, kill_every=0)
     mix.run()
@@ -142,7 +143,7 @@ def test_a_random_mix_is_exact_and_leaves_nothing(seed: int) -> None:
 
 @pytest.mark.B3
 @pytest.mark.B4
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", slow_but(range(6), 0))
 def test_a_random_mix_survives_deaths_and_damage(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

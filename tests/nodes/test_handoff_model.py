@@ -30,6 +30,7 @@ from kvferry.tests.rigs.handoff.machine import Given, Machine
 from kvferry.tests.rigs.handoff.model import DecodeSide, PrefillSide
 from kvferry.tests.rigs.handoff.setup import Setup, prompt_of
 from kvferry.tests.rigs.handoff.world import CHANNEL, World
+from kvferry.tests.rigs.slow import slow_but
 
 # -- the real nodes --------------------------------------------------------------------------------
 
@@ -38,9 +39,10 @@ APART = (prompt_of([0, 1]), prompt_of([2, 3]))
 FEWER = ("lose", "repeat", "abort", "restart_prefill", "restart_decode")
 SHARED = Setup("shared", (prompt_of([0, 1]), prompt_of([0, 2])), faults=FEWER)
 SMALL = Setup("one-on-decode", APART, decode_blocks=4, prefill_blocks=2)
+ONCE = Setup("apart-once", APART, most_faults=1)
 SETUPS = [
     Setup("apart", APART, faults=FEWER),
-    Setup("apart-once", APART, most_faults=1),
+    ONCE,
     SHARED,
     SMALL,
     Setup("one-on-prefill", (prompt_of([0]), prompt_of([2])), prefill_blocks=1, faults=FEWER),
@@ -76,7 +78,7 @@ def explorer(setup: Setup, faults: int, patch: pytest.MonkeyPatch) -> Explorer:
 @pytest.mark.B2
 @pytest.mark.B3
 @pytest.mark.D7
-@pytest.mark.parametrize("setup", SETUPS, ids=lambda setup: setup.name)
+@pytest.mark.parametrize("setup", slow_but(SETUPS, ONCE), ids=lambda setup: setup.name)
 def test_every_hand_off_ends_well(setup: Setup, monkeypatch: pytest.MonkeyPatch) -> None:
     exploring = explorer(setup, setup.most_faults, monkeypatch)
     report = exploring.run()
@@ -88,6 +90,7 @@ def test_every_hand_off_ends_well(setup: Setup, monkeypatch: pytest.MonkeyPatch)
         wander(exploring.world, dice, length=60)
 
 
+@pytest.mark.slow
 def test_every_hand_off_ends_well_with_preemptions(monkeypatch: pytest.MonkeyPatch) -> None:
     test_every_hand_off_ends_well(PREEMPTED, monkeypatch)
 
@@ -191,9 +194,10 @@ MUTANTS = {
     "cancelled-in-silence": (2, Receiver, "cancel", _cancels_in_silence, "1 jobs"),
     "landed-by-mistake": (1, Receiver, "_fail", _takes_all_for_landed, "a wrong token"),
 }
+FOUND_LATE = {"drained-ignored", "cancelled-in-silence"}
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", slow_but(MUTANTS, *MUTANTS.keys() - FOUND_LATE))
 def test_a_mutant_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     faults, owner, method, mutant, expected = MUTANTS[name]
     monkeypatch.setattr(mutant, "__name__", method)  # copies find bound methods by name

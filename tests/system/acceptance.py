@@ -48,7 +48,7 @@ def titles(root: Path) -> dict[str, str]:
     settings = tomllib.loads((root / "pyproject.toml").read_text())
     markers: list[str] = settings["tool"]["pytest"]["ini_options"]["markers"]
     pairs = (marker.split(": ", 1) for marker in markers)
-    return {name: about for name, about in pairs}
+    return {name: about for name, about in pairs if name[1:].isdigit()}
 
 
 def row(case: str, about: str, outcomes: Counter[str], milliseconds: int) -> str:

@@ -21,6 +21,7 @@ from kvferry.tests.rigs.models.oracle import TIE, Judge, greedy, load_oracle
 from kvferry.tests.rigs.models.prompts import real_prompts
 from kvferry.tests.rigs.models.tiny import write_tiny_model
 from kvferry.tests.rigs.servers.served import Served
+from kvferry.tests.rigs.slow import slow_but
 
 NEW = 16
 BATCH = 16
@@ -83,6 +84,7 @@ def check(judge: Judge, prompts: Sequence[list[int]], answers: Sequence[Any], ca
     assert len(ties) <= len(answers) // 5, "more ties than rounding explains"
 
 
+@pytest.mark.slow
 def test_real_texts_in_a_batch_cold_then_repeated(
     real: Served, prompts: list[list[int]], judge: Judge
 ) -> None:
@@ -92,6 +94,7 @@ def test_real_texts_in_a_batch_cold_then_repeated(
     check(judge, some, together(real, some, NEW, "batch"), cached=True)
 
 
+@pytest.mark.parametrize("real", slow_but(["apart", "alone"], "apart"), indirect=True)
 def test_real_texts_alone(real: Served, prompts: list[list[int]], judge: Judge) -> None:
     few = [prompts[at] for at in ALONE]
     answers = [
@@ -122,7 +125,7 @@ def test_the_judge_sees_one_wrong_token(tiny: Path, prompts: list[list[int]]) ->
 
 
 @pytest.mark.B9
-@pytest.mark.parametrize("nodes", [1, 0], ids=["apart", "alone"])
+@pytest.mark.parametrize("nodes", slow_but([1, 0], 1), ids=["apart", "alone"])
 def test_lengths_around_block_and_chunk(
     smollm2: Path, tiny: Path, tmp_path: Path, nodes: int
 ) -> None:
@@ -139,6 +142,7 @@ def test_lengths_around_block_and_chunk(
         assert served.stop() == 0
 
 
+@pytest.mark.slow
 def test_every_tier_gives_the_text_of_the_oracle(smollm2: Path, tiny: Path, tmp_path: Path) -> None:
     """Cold, from host memory, and from disk after everything was killed."""
     prompts = real_prompts(smollm2, AROUND)
@@ -173,6 +177,7 @@ def came_from(answers: Sequence[Any], tier: str) -> bool:
     return [one[tier] for one in found] == cached
 
 
+@pytest.mark.slow
 @pytest.mark.D3
 def test_what_was_preempted_is_the_text_of_the_oracle(
     smollm2: Path, tiny: Path, tmp_path: Path

@@ -76,6 +76,7 @@ def test_thirty_streams_survive_the_death_of_a_prefill_node(tmp_path: Path) -> N
         assert resumed(served) == 0, "the decode node does not need the gateway for that"
 
 
+@pytest.mark.slow
 @pytest.mark.C7
 @pytest.mark.D1
 def test_a_stopped_decode_node_is_stalled_and_comes_back(tmp_path: Path) -> None:
@@ -102,6 +103,7 @@ def test_a_stopped_decode_node_is_stalled_and_comes_back(tmp_path: Path) -> None
         wait_until(lambda: idle(served))
 
 
+@pytest.mark.slow
 @pytest.mark.D1
 def test_readiness_while_the_only_decode_node_is_stopped(tmp_path: Path) -> None:
     with serving(tmp_path, "--prefill-nodes=0") as (served, config):
@@ -183,6 +185,7 @@ def test_what_was_preempted_answers_as_if_it_had_run_alone(tmp_path: Path) -> No
         wait_until(lambda: idle(served))
 
 
+@pytest.mark.slow
 @pytest.mark.D8
 def test_all_start_together_again_and_again(tmp_path: Path) -> None:
     for number in range(4):

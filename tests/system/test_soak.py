@@ -20,6 +20,7 @@ def test_what_could_not_be_asked_is_not_empty() -> None:
     assert len(list(held({"nodes": [empty | {"check": {"node": "broken: x"}}]}, ""))) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.B1
 @pytest.mark.B3
 @pytest.mark.D7

@@ -33,6 +33,7 @@ from kvferry.kvstore.wire.hello import Hello, Welcome
 from kvferry.kvstore.wire.status import Drain
 from kvferry.tests.rigs.servers.intruders import CONFIG, Context, Impostor, Intruder, Victim
 from kvferry.tests.rigs.servers.wire_fuzz import KINDS, Fuzz
+from kvferry.tests.rigs.slow import slow_but
 
 pytestmark = [pytest.mark.D9, pytest.mark.B5]
 
@@ -183,7 +184,7 @@ def test_raw_tcp_does_no_harm(victim: Victim, address: str, context: Context) ->
 # -- messages of peers -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("role", ["gateway", "decode", "prefill", "nobody"])
+@pytest.mark.parametrize("role", slow_but(["gateway", "decode", "prefill", "nobody"], "gateway"))
 def test_every_message_with_absurd_contents_does_no_harm(
     role: str, victim: Victim, address: str, context: Context
 ) -> None:
@@ -242,7 +243,10 @@ def test_offers_with_one_absurd_field_do_no_harm(victim: Victim, context: Contex
     victim.unharmed()
 
 
-@pytest.mark.parametrize(("answers", "rounds"), [(12, 6), (0, 1)], ids=["nonsense", "nothing"])
+@pytest.mark.parametrize(
+    ("answers", "rounds"),
+    [pytest.param(12, 6, id="nonsense", marks=pytest.mark.slow), pytest.param(0, 1, id="nothing")],
+)
 def test_a_prefill_node_that_answers_nonsense_costs_only_time(
     answers: int, rounds: int, victim: Victim, context: Context
 ) -> None:

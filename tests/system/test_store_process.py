@@ -26,6 +26,7 @@ from kvferry.kvstore.wire.hello import Hello
 from kvferry.kvstore.wire.sockets import new_incarnation
 from kvferry.tests.rigs.gateway.rig import wait_until
 from kvferry.tests.rigs.servers.served import Served
+from kvferry.tests.rigs.slow import slow_but
 from kvferry.tests.rigs.store.rig import BLOCK_BYTES, FINGERPRINT, Reader, chain_keys, payload_of
 
 LIMIT_S = 30
@@ -100,7 +101,7 @@ def answer(client: StoreClient, asked: Question) -> Any:
 
 
 @pytest.mark.D5
-@pytest.mark.parametrize("transfer", ["arena", "inline"])
+@pytest.mark.parametrize("transfer", slow_but(["arena", "inline"], "inline"))
 def test_a_clean_stop_writes_what_was_put_last(tmp_path: Path, transfer: Transfer) -> None:
     store = Store(tmp_path)
     try:
@@ -137,6 +138,7 @@ def test_a_clean_stop_writes_what_was_put_last(tmp_path: Path, transfer: Transfe
         again.close()
 
 
+@pytest.mark.slow
 def test_a_directory_that_another_store_has_is_refused_by_its_name(tmp_path: Path) -> None:
     store = Store(tmp_path)
     try:

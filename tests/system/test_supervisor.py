@@ -259,6 +259,7 @@ def test_a_store_that_dies_comes_back_where_it_was_and_ends_nobody(start: Start)
     assert cluster.end() == 0
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_a_store_that_still_writes(start: Start) -> None:
     cluster = start("store=stubborn", timeout=3600)
     cluster.wait_ready()

@@ -32,6 +32,7 @@ from kvferry.tests.rigs.gateway.rig import (
     running,
     wait_until,
 )
+from kvferry.tests.rigs.slow import slow_but
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -90,7 +91,7 @@ def huge(kind: str) -> tuple[str, bytes]:
 
 
 @pytest.mark.C5
-@pytest.mark.parametrize("kind", ["text", "ids", "messages"])
+@pytest.mark.parametrize("kind", slow_but(["text", "ids", "messages"], "ids"))
 def test_a_stream_goes_on_beside_a_huge_body(
     rig: Rig, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,7 @@ from kvferry.tests.rigs.models.chat import (
     users,
 )
 from kvferry.tests.rigs.models.prompts import QUESTIONS
+from kvferry.tests.rigs.slow import slow_but
 
 # -- the same ids as in one piece ------------------------------------------------------------------
 
@@ -139,7 +140,7 @@ def random_chats(count: int) -> list[list[ChatMessage]]:
     return [users(*(text() for _ in range(2 * draw.randint(0, 3) + 1))) for _ in range(count)]
 
 
-@pytest.mark.parametrize("name", ["smollm2", "llama3"])
+@pytest.mark.parametrize("name", slow_but(["smollm2", "llama3"], "smollm2"))
 def test_ids_of_100_chats_equal_transformers(
     name: str, smollm2: Path, real_vocabularies: Path
 ) -> None:

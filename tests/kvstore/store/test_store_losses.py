@@ -20,6 +20,7 @@ from kvferry.kvstore.wire.faults import FaultInjector, FaultRule
 from kvferry.kvstore.wire.server import Server
 from kvferry.kvstore.wire.sockets import new_incarnation
 from kvferry.kvstore.wire.store import CancelFetch, Commit, FetchRequest, GiveBack, Release, Taken
+from kvferry.tests.rigs.slow import slow_but
 from kvferry.tests.rigs.store.rig import TENANT, TRANSFERS, MakeRig, Reader, chain_keys
 
 # -- damage, deadlines, slow disks -----------------------------------------------------------------
@@ -184,7 +185,7 @@ while True:
 
 
 @pytest.mark.B2
-@pytest.mark.parametrize("end", ["continues", "is killed"])
+@pytest.mark.parametrize("end", slow_but(["continues", "is killed"], "is killed"))
 def test_a_stopped_writer_never_writes_into_a_slot_that_was_reused(
     make_rig: MakeRig, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

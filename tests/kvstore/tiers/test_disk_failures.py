@@ -34,6 +34,7 @@ class Counting:
         return sum(rig.counter(f"disk_damaged_{name}") for name in cls.NAMES)
 
 
+@pytest.mark.slow
 @pytest.mark.A6
 def test_ten_thousand_damaged_records_are_not_served(tmp_path: Path) -> None:
     """While the store runs: header and payload bits, records swapped, another key's record."""

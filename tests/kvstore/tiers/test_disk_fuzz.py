@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvferry.kvstore.tiers.disk import segments
+from kvferry.tests.rigs.slow import slow_but
 from kvferry.tests.rigs.store.rig import chain_keys
 from kvferry.tests.rigs.store.tiers import SPAN, StubbornFiles, TiersRig
 
@@ -93,7 +94,7 @@ class Fuzz:
 
 
 @pytest.mark.A6
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", slow_but(range(4), 1))
 @pytest.mark.parametrize("kinds", ["usual", "faults", "outside"])
 def test_accounts_hold_whatever_the_disk_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: str, seed: int

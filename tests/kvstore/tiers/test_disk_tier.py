@@ -122,6 +122,7 @@ def test_cleaning_keeps_what_is_hot(tmp_path: Path) -> None:
     rig.files.close()
 
 
+@pytest.mark.slow
 def test_a_block_that_is_moved_is_served_before_the_tiers_hear_of_the_move(
     tmp_path: Path,
 ) -> None:
