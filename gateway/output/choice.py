@@ -1,6 +1,6 @@
-"""One choice's way from token ids to the text that is shown.
+"""One choice's way from token ids to the text that is shown, never half a character.
 
-Owns the choice's detokenizer and stop strings, and joins what belongs together: which tokens a
+Owns the choice's UTF-8 decoder and stop strings, and joins what belongs together: which tokens a
 piece of text comes from (for logprobs and returned ids), how many tokens count, and why it ended.
 Everything an answer says about a choice comes from the pieces it yields, whether they are sent one
 by one or joined. It knows no API and no node.
@@ -8,6 +8,7 @@ by one or joined. It knows no API and no node.
 
 from __future__ import annotations
 
+import codecs
 from array import array
 from bisect import bisect_right
 from collections import deque
@@ -16,8 +17,10 @@ from dataclasses import dataclass
 
 from kvferry.gateway.output.stops import StopMatcher
 from kvferry.gateway.params import OutputRules
-from kvferry.gateway.tokenizer.tokenizer import Detokenizer, Tokenizer
+from kvferry.gateway.tokenizer.tokenizer import Tokenizer
 from kvferry.kvstore.wire.generation import Token
+
+_Utf8Decoder = codecs.getincrementaldecoder("utf-8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +88,9 @@ class Choice:
         self.finish: Finish | None = None
         self._tokenizer = tokenizer
         self._rules = rules
-        self._detokenizer = Detokenizer()
+        self._utf8 = _Utf8Decoder(errors="replace")
+        """Holds back a tail that may still become a character; at the end it reads U+FFFD, as in a
+        decode of the whole answer. The prompt is never fed in."""
         self._matcher = StopMatcher(rules.stops, include=rules.include_stop)
         self._decoded = 0
         self._released = 0
@@ -105,32 +110,27 @@ class Choice:
             return None
         self.kept += 1
         ends = _finish_of(token)
-        silent = False
-        if ends is not None and ends.reason == "stop":
-            silent = ends.matched is None or not self._rules.include_stop
-        text = self._decode(token, silent)
-        if ends is not None:
-            rest = self._detokenizer.flush()
-            self._decoded += len(rest)
-            text += rest
-        released = self._matcher.push(text, armed=self.kept > self._rules.min_tokens)
+        text = self._decode(token, ends)
+        armed = self.kept > self._rules.min_tokens
+        released = self._matcher.push(text, armed=armed, final=ends is not None)
         if released.stop is not None:
             ends = Finish("stop", released.stop)
-            return self._end(released.text, ends)
         if ends is not None:
-            return self._end(released.text + self._matcher.flush(), ends)
+            return self._end(released.text, ends)
         return self._release(released.text)
 
-    def _decode(self, token: Token, silent: bool) -> str:
-        raw = b""
+    def _decode(self, token: Token, ends: Finish | None) -> str:
+        silent, raw = False, b""
+        if ends is not None and ends.reason == "stop":
+            silent = ends.matched is None or not self._rules.include_stop
         if not silent:
             skip = self._rules.skip_special
             raw = self._tokenizer.bytes_of(token.token, skip_special=skip)
         start = self._decoded
-        text = self._detokenizer.push(raw)
+        text = self._utf8.decode(raw, final=ends is not None)
         self._decoded += len(text)
         # A token that ends inside a character is complete once that character is.
-        end = self._decoded + self._detokenizer.pending
+        end = self._decoded + bool(self._utf8.getstate()[0])
         self._pending.append(_Pending(token, start, end, not silent))
         if not silent:
             self._ids.append(token.token)

@@ -28,8 +28,11 @@ class StopMatcher:
         self._include = include
         self._held = ""
 
-    def push(self, text: str, *, armed: bool = True) -> Released:
-        """The next text. Unarmed text (below min_tokens) completes no stop, but may begin one."""
+    def push(self, text: str, *, armed: bool = True, final: bool = False) -> Released:
+        """The next text. Unarmed text (below min_tokens) completes no stop, but may begin one.
+
+        With the `final` one nothing is held back: it has begun no stop string after all.
+        """
         unarmed = len(self._held) if armed else len(self._held) + len(text)
         held = self._held + text
         match = self._first(held, unarmed)
@@ -37,14 +40,9 @@ class StopMatcher:
             end, stop = match
             self._held = ""
             return Released(held[: end if self._include else end - len(stop)], stop)
-        keep = self._beginning(held)
+        keep = 0 if final else self._beginning(held)
         self._held = held[len(held) - keep :]
         return Released(held[: len(held) - keep])
-
-    def flush(self) -> str:
-        """The end of the answer: what was held back was no stop string after all."""
-        held, self._held = self._held, ""
-        return held
 
     def _first(self, text: str, beyond: int) -> tuple[int, str] | None:
         """Where the first match ends that ends behind `beyond` characters, and which it is."""

@@ -1,26 +1,22 @@
 """What the gateway measures, in Prometheus' form.
 
 Owns a registry of its own. Names are vLLM's stems behind `kvferry_`. Recording never raises: a
-request must not fail because it was counted. What nodes report is read from their links when
-the page is asked for.
+request must not fail because it was counted. What nodes and stores report is `node_metrics`'.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import ParamSpec
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
 
 from kvferry.gateway.router.generation import Generation
-from kvferry.gateway.router.link import NodeLink
 from kvferry.gateway.router.nodes import Nodes
 from kvferry.gateway.router.report import Report
-from kvferry.gateway.telemetry.store_metrics import StoreCollector
+from kvferry.gateway.telemetry.node_metrics import NodeCollector, StoreCollector
 from kvferry.gateway.telemetry.vllm_names import VllmNames
 from kvferry.kvstore.wire.generation import SOURCES, STAGES
 
@@ -36,17 +32,6 @@ _ITL: tuple[float, ...] = (*_TINY, 1, 2.5, 5, 7.5, 10, 20, 40, 80)
 _LAG: tuple[float, ...] = (0.001, 0.002, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.1, 0.25, 1)
 _LARGE = (0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240)
 _E2E: tuple[float, ...] = (*_LARGE, 480, 960, 1920, 7680)
-
-_RENAMED = {"preemptions": "kvferry_num_preemptions"}
-_TAKEN = ("kvferry_node_up",)
-_COUNTED = {
-    "key_gaps": "Lost batches of block keys.",
-    "stalls": "Silences longer than the node's step explains.",
-    "inquiries": "Questions after requests from which nothing came.",
-    "offences": "Messages that no node sends that works.",
-    "strays": "Requests that ran on although nobody waited for them.",
-}
-"""What the gateway itself counts of each node; `kvferry_node_…` are the nodes' own counts."""
 
 
 def _never_raises(record: Callable[P, None]) -> Callable[P, None]:
@@ -112,7 +97,7 @@ class Metrics:
         self._lag = histogram(
             "event_loop_lag_seconds", "By how much the gateway's 50 ms tick came late.", _LAG
         ).labels(model_name)
-        registry.register(_NodeCollector(model_name, nodes, waiting))
+        registry.register(NodeCollector(model_name, nodes, waiting))
         registry.register(StoreCollector(nodes))
         self._compat = CollectorRegistry()
         if compat == "vllm":
@@ -157,80 +142,3 @@ class Metrics:
 
     def page(self) -> bytes:
         return generate_latest(self._registry) + generate_latest(self._compat)
-
-
-class _NodeCollector(Collector):
-    """Gauges and counters that are the nodes' own."""
-
-    def __init__(self, model_name: str, nodes: Nodes, waiting: Callable[[], int]) -> None:
-        self._model_name = model_name
-        self._nodes = nodes
-        self._waiting = waiting
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
-
-    def collect(self) -> Iterator[Metric]:
-        yield from self._requests()
-        yield from self._blocks()
-        yield from self._counters()
-
-    def _requests(self) -> Iterator[Metric]:
-        running = waiting = 0
-        for node in self._nodes.decode:
-            if node.status is not None:
-                running += node.status.running
-                waiting += node.status.waiting
-        for name, value, help in (
-            ("num_requests_running", running, "Sequences that decode."),
-            ("num_requests_waiting", waiting, "Requests queued at decode nodes."),
-            ("num_requests_unanswered", self._waiting(), "Requests without a first token."),
-        ):
-            gauge = GaugeMetricFamily(f"kvferry_{name}", help, labels=["model_name"])
-            gauge.add_metric([self._model_name], value)
-            yield gauge
-
-    def _blocks(self) -> Iterator[Metric]:
-        labels = ["role", "node"]
-        up = GaugeMetricFamily("kvferry_node_up", "The node is usable.", labels=labels)
-        usage = GaugeMetricFamily(
-            "kvferry_kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1.", labels=labels
-        )
-        cached = GaugeMetricFamily(
-            "kvferry_kv_cache_blocks_cached", "Blocks kept for reuse.", labels=labels
-        )
-        counted = {
-            name: CounterMetricFamily(f"kvferry_link_{name}", help, labels=labels)
-            for name, help in _COUNTED.items()
-        }
-        for node in self._nodes:
-            names = [node.role, node.address]
-            up.add_metric(names, node.usable and not node.stalled)
-            for name, family in counted.items():
-                family.add_metric(names, node.counters[name])
-            if node.status is not None and node.role != "store":
-                usage.add_metric(names, node.status.blocks_used / max(1, node.status.blocks_total))
-                cached.add_metric(names, node.status.blocks_cached)
-        yield from (up, usage, cached, *counted.values())
-
-    def _counters(self) -> Iterator[Metric]:
-        families: dict[str, CounterMetricFamily] = {}
-        told_by: dict[str, set[NodeLink]] = {}
-        for node in self._nodes:
-            if node.role == "store":  # see `store_metrics`
-                continue
-            counters = node.status.counters if node.status is not None else {}
-            for stem, value in counters.items():
-                # The wire lets only harmless names through; two of them are told apart by this.
-                stem = stem.removesuffix("_total")
-                name = _RENAMED.get(stem) or f"kvferry_node_{stem}"
-                told = told_by.setdefault(name, set())
-                if name in _TAKEN or node in told:
-                    continue
-                told.add(node)
-                if name not in families:
-                    families[name] = CounterMetricFamily(
-                        name, "Counted by the node.", labels=["role", "node"]
-                    )
-                families[name].add_metric([node.role, node.address], value)
-        yield from families.values()

@@ -1,4 +1,4 @@
-"""Text to token ids, a token id to bytes and these to text, with bare `tokenizers`.
+"""Text to token ids and a token id to bytes, with bare `tokenizers`.
 
 Owns the model's tokenizer and what can be asked of it: a completion's text (with the special
 tokens it adds, never a second one), a rendered chat (no special token beside the template's own),
@@ -8,7 +8,6 @@ lossy per-token texts. It knows no message and no template.
 
 from __future__ import annotations
 
-import codecs
 import json
 import threading
 from collections.abc import Mapping, Sequence
@@ -21,8 +20,6 @@ import tokenizers
 from kvferry.gateway.tokenizer.control_text import ControlText, alias
 from kvferry.gateway.tokenizer.pieces import ChatCutter, cut_texts
 from kvferry.kvstore.errors import ConfigError, KvferryError
-
-_Utf8 = codecs.getincrementaldecoder("utf-8")
 
 
 class CannotEncode(KvferryError):
@@ -152,33 +149,6 @@ def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool
     encoded = tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
     ids: list[int] = encoded[0].ids
     return ids
-
-
-# -- bytes to text ---------------------------------------------------------------------------------
-
-
-class Detokenizer:
-    """One answer's bytes in, the text they complete out, without ever showing half a character.
-
-    A tail that may still become a character is held back until it does, or until the end, where it
-    reads U+FFFD just as a decode of the whole answer would. The prompt is never fed in. Streams and
-    plain answers both come from here, so they cannot differ.
-    """
-
-    def __init__(self) -> None:
-        self._decoder = _Utf8(errors="replace")
-
-    @property
-    def pending(self) -> bool:
-        """The bytes so far end inside a character."""
-        return bool(self._decoder.getstate()[0])
-
-    def push(self, raw: bytes) -> str:
-        return self._decoder.decode(raw)
-
-    def flush(self) -> str:
-        """The end: what is still held back can no longer become a character."""
-        return self._decoder.decode(b"", final=True)
 
 
 # -- the bytes of a token --------------------------------------------------------------------------

@@ -19,7 +19,7 @@ def run(pieces: list[str], stops: list[str], *, include: bool = False) -> tuple[
         shown += released.text
         if released.stop is not None:
             return shown, released.stop
-    return shown + matcher.flush(), None
+    return shown + matcher.push("", final=True).text, None
 
 
 def oracle(text: str, stops: list[str], *, include: bool = False) -> tuple[str, str | None]:
