@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from kvferry.kvstore.errors import ConfigError
-from kvferry.kvstore.process.process import StatusPipe
+from kvferry.kvstore.process.lifecycle import StatusPipe
 
 _ROLES = {
     "serve": ("kvferry.gateway.serve.supervisor", "all roles on this host, supervised"),
@@ -17,7 +17,7 @@ _ROLES = {
     "decode": ("kvferry.decode_node.main", "a node that generates tokens"),
     "store": ("kvferry.kvstore.store.main", "keeps KV blocks in shared memory and on disk"),
     "cache": ("kvferry.gateway.cli.cache", "shows, keeps and clears what a running server has"),
-    "keys": ("kvferry.kvstore.wire.curve_main", "makes keys for connections between hosts"),
+    "keys": ("kvferry.kvstore.wire.curve", "makes keys for connections between hosts"),
 }
 
 

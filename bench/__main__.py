@@ -43,7 +43,7 @@ from kvferry.bench.server import Arrangement, ServerFailed, explain, running
 from kvferry.bench.store_speed import SMOLLM2_BLOCK_BYTES, judge_load
 from kvferry.bench.store_speed import measure as measure_store
 from kvferry.kvstore.errors import ConfigError
-from kvferry.kvstore.process.process import available_cores
+from kvferry.kvstore.process.cores import available_cores
 from kvferry.kvstore.process.settings import flag, option_name, parse, positional
 
 

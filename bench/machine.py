@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from kvferry.kvstore.process.process import available_cores
+from kvferry.kvstore.process.cores import available_cores
 
 PACKAGES = ("kvferry", "torch", "transformers", "pyzmq")
 

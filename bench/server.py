@@ -23,7 +23,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from kvferry.bench.client.load import Target
-from kvferry.kvstore.process.process import die_with_parent
+from kvferry.kvstore.process.lifecycle import die_with_parent
 from kvferry.kvstore.process.settings import without_settings
 
 READY_S = 600

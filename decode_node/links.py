@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 
 import zmq
 
-from kvferry.kvstore.process.sparse_log import SparseLog
+from kvferry.kvstore.process.logs import SparseLog
 from kvferry.kvstore.wire.client import Client, LinkState
 from kvferry.kvstore.wire.codec import AnyMessage
 from kvferry.kvstore.wire.status import StepNotice

@@ -16,7 +16,7 @@ from kvferry.kernels.engine import Engine
 from kvferry.kvstore.client.client import StoreClient
 from kvferry.kvstore.client.puts import SlotRef
 from kvferry.kvstore.keys import checksum, pack_tokens
-from kvferry.kvstore.process.sparse_log import SparseLog
+from kvferry.kvstore.process.logs import SparseLog
 from kvferry.kvstore.tiers.device import BlockPool
 from kvferry.kvstore.wire.client import Client
 from kvferry.kvstore.wire.codec import AnyMessage

@@ -26,9 +26,9 @@ from kvferry.gateway.router.nodes import Nodes
 from kvferry.gateway.service import Gateway
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.process.collector import Collector
+from kvferry.kvstore.process.lifecycle import StatusPipe
 from kvferry.kvstore.process.listener import bind, inherited, url
 from kvferry.kvstore.process.logs import set_up_logging
-from kvferry.kvstore.process.process import StatusPipe
 from kvferry.kvstore.process.settings import parse
 from kvferry.kvstore.wire.codec import PROTOCOL
 from kvferry.kvstore.wire.curve import load_keys

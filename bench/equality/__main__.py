@@ -31,8 +31,8 @@ from kvferry.bench.serve.scenarios import BadAnswer, check_whole
 from kvferry.bench.serve.tiers import store_folder
 from kvferry.bench.server import Arrangement, Server, ServerFailed, explain, running
 from kvferry.kvstore.errors import ConfigError
+from kvferry.kvstore.process.cores import available_cores
 from kvferry.kvstore.process.model_files import resolve_model
-from kvferry.kvstore.process.process import available_cores
 from kvferry.kvstore.process.settings import (
     default_cache_dir,
     flag,

@@ -24,7 +24,7 @@ from kvferry.gateway.config import GatewayConfig
 from kvferry.gateway.errors import ApiError, BadRequest, EngineFailure, NotFound, NotSupported
 from kvferry.gateway.intake.reader import PreparedRequest, ReadRequest
 from kvferry.gateway.protocols.common import Body
-from kvferry.kvstore.process.process import die_with_parent
+from kvferry.kvstore.process.lifecycle import die_with_parent
 
 log = logging.getLogger(__name__)
 

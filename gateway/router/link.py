@@ -25,7 +25,7 @@ from kvferry.gateway.router.requests import (
     OpenRequests,
 )
 from kvferry.kvstore.errors import ProtocolBroken
-from kvferry.kvstore.process.sparse_log import SparseLog
+from kvferry.kvstore.process.logs import SparseLog
 from kvferry.kvstore.wire.client import Client, LinkState
 from kvferry.kvstore.wire.codec import AnyMessage
 from kvferry.kvstore.wire.faults import FaultInjector

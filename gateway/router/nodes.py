@@ -28,7 +28,7 @@ from kvferry.gateway.router.policy import (
 from kvferry.gateway.router.requests import INQUIRE_SECONDS, OnEvent, OpenRequest
 from kvferry.kvstore.errors import KvferryError
 from kvferry.kvstore.keys import KEY_BYTES
-from kvferry.kvstore.process.sparse_log import SparseLog
+from kvferry.kvstore.process.logs import SparseLog
 from kvferry.kvstore.wire.client import Client
 from kvferry.kvstore.wire.curve import CurveKeys
 from kvferry.kvstore.wire.faults import FaultInjector

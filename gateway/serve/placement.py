@@ -15,8 +15,8 @@ from pathlib import Path
 from kvferry.gateway.serve.config import ServeConfig
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.node.config import NodeConfig
+from kvferry.kvstore.process.cores import format_cores, parse_cores
 from kvferry.kvstore.process.model_files import ModelFiles
-from kvferry.kvstore.process.process import format_cores, parse_cores
 from kvferry.kvstore.process.roles import RoleConfig
 from kvferry.kvstore.process.settings import to_argv, to_environ, without_settings
 from kvferry.kvstore.store.defaults import default_disk, default_ram

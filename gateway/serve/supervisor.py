@@ -33,14 +33,11 @@ from kvferry.gateway.serve.placement import (
 )
 from kvferry.gateway.serve.restarts import CONFIG_ERROR, ReportReader, Restarts, RoleReport
 from kvferry.kvstore.errors import ConfigError
+from kvferry.kvstore.process.cores import available_cores
+from kvferry.kvstore.process.lifecycle import StopSignal, die_with_parent
 from kvferry.kvstore.process.listener import bind, url
 from kvferry.kvstore.process.logs import set_up_logging
 from kvferry.kvstore.process.model_files import content_digest, resolve_model
-from kvferry.kvstore.process.process import (
-    StopSignal,
-    available_cores,
-    die_with_parent,
-)
 from kvferry.kvstore.process.settings import format_size, parse
 
 _log = logging.getLogger(__name__)

@@ -18,6 +18,8 @@ import zmq
 
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.node.config import NodeConfig
+from kvferry.kvstore.process.cores import apply_cores
+from kvferry.kvstore.process.lifecycle import StatusPipe, StopSignal
 from kvferry.kvstore.process.logs import set_up_logging
 from kvferry.kvstore.process.model_files import (
     ModelFiles,
@@ -25,7 +27,6 @@ from kvferry.kvstore.process.model_files import (
     resolve_model,
     tokenizer_digest,
 )
-from kvferry.kvstore.process.process import StatusPipe, StopSignal, apply_cores
 from kvferry.kvstore.wire.client import Client
 from kvferry.kvstore.wire.codec import PROTOCOL
 from kvferry.kvstore.wire.curve import CurveKeys, guarded, is_local, load_keys

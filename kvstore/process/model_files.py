@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.kvstore.errors import ConfigError
-from kvferry.kvstore.process.process import die_with_parent
+from kvferry.kvstore.process.lifecycle import die_with_parent
 
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
 CONVERSION = 1

@@ -12,8 +12,9 @@ from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.node.boot import bind
 from kvferry.kvstore.node.debug import DebugSwitches
 from kvferry.kvstore.process.collector import Collector
+from kvferry.kvstore.process.cores import apply_cores
+from kvferry.kvstore.process.lifecycle import StatusPipe, StopSignal
 from kvferry.kvstore.process.logs import set_up_logging
-from kvferry.kvstore.process.process import StatusPipe, StopSignal, apply_cores
 from kvferry.kvstore.process.settings import parse
 from kvferry.kvstore.store.config import StoreConfig
 from kvferry.kvstore.store.defaults import default_disk, default_ram

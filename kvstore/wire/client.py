@@ -23,7 +23,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from kvferry.kvstore.errors import MalformedFrame
-from kvferry.kvstore.process.sparse_log import SparseLog
+from kvferry.kvstore.process.logs import SparseLog
 from kvferry.kvstore.wire.codec import AnyMessage
 from kvferry.kvstore.wire.curve import CurveKeys
 from kvferry.kvstore.wire.hello import Hello, HelloRequired, Ping, Pong, Refused, Welcome

@@ -5,9 +5,9 @@
     DIR/client.key_secret   0600   proves that a client is of the cluster
     DIR/client.key          0644   what nodes know clients by
 
-Owns the four files, the same on every host, the socket options that follow from them, and the
-thread that ZeroMQ asks about a client's key (ZAP). A server requires the cluster's client key and
-nothing else; without that thread it lets nobody in. Knows no message.
+Owns the four files, the same on every host, and the command that makes them; the socket options
+that follow from them; and the thread that ZeroMQ asks about a client's key (ZAP). A server requires
+the cluster's client key and nothing else; without that thread it lets nobody in. Knows no message.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ import zmq
 from zmq.utils import z85
 
 from kvferry.kvstore.errors import ConfigError
+from kvferry.kvstore.process.settings import parse, positional
 
 log = logging.getLogger(__name__)
 
@@ -218,3 +219,29 @@ def is_local(address: str) -> bool:
         return ipaddress.ip_address(parts.hostname or "").is_loopback
     except ValueError:
         return False
+
+
+# -- `kvferry keys` --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class KeysConfig:
+    """`kvferry keys`."""
+
+    keys_dir: Path | None = positional(None, "where to write the keys")
+
+
+def run(argv: Sequence[str]) -> int:
+    config = parse(
+        KeysConfig,
+        argv,
+        os.environ,
+        prog="kvferry keys",
+        description="Makes the keys that let the processes of one cluster, and nobody else, "
+        "connect to each other: copy the folder to every host, and give --curve-keys DIR.",
+    )
+    if config.keys_dir is None:
+        raise ConfigError("no folder: kvferry keys DIR")
+    make_keys(config.keys_dir)
+    print(f"wrote {', '.join(NAMES)} to {config.keys_dir}: copy the folder to every host")
+    return 0

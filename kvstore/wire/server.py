@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import zmq
 
 from kvferry.kvstore.errors import MalformedFrame, PeerMismatch
-from kvferry.kvstore.process.sparse_log import SparseLog
+from kvferry.kvstore.process.logs import SparseLog
 from kvferry.kvstore.wire.codec import PROTOCOL, AnyMessage
 from kvferry.kvstore.wire.curve import CurveKeys
 from kvferry.kvstore.wire.hello import Hello, HelloRequired, Ping, Pong, Refused, Welcome

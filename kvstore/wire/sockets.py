@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import zmq
 
 from kvferry.kvstore.errors import MalformedFrame, PeerMismatch
-from kvferry.kvstore.process.sparse_log import SparseLog
+from kvferry.kvstore.process.logs import SparseLog
 from kvferry.kvstore.wire.codec import AnyMessage, Envelope, decode, encode
 from kvferry.kvstore.wire.faults import FaultInjector
 

@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from kvferry.decode_node.links import AVOID_SECONDS, CONNECT_SECONDS, PrefillLinks
-from kvferry.kvstore.process.sparse_log import SparseLog
+from kvferry.kvstore.process.logs import SparseLog
 from kvferry.kvstore.wire.client import Client
 from kvferry.kvstore.wire.codec import PROTOCOL
 from kvferry.kvstore.wire.hello import Hello

@@ -27,7 +27,7 @@ from kvferry.gateway.serve.supervisor import Supervisor
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.process.listener import bind
 from kvferry.kvstore.process.logs import set_up_logging
-from kvferry.kvstore.process.process import StopSignal
+from kvferry.kvstore.process.lifecycle import StopSignal
 
 role, diary, timeout, *lives = sys.argv[1:]
 lives = dict(life.split("=") for life in lives)

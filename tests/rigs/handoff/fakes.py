@@ -16,7 +16,7 @@ import numpy as np
 
 from kvferry.kernels.engine import Batch, EngineSpec, Logits, Span
 from kvferry.kvstore.keys import chain
-from kvferry.kvstore.process.sparse_log import SparseLog
+from kvferry.kvstore.process.logs import SparseLog
 from kvferry.kvstore.wire.client import LinkState, Received
 from kvferry.kvstore.wire.codec import AnyMessage
 from kvferry.kvstore.wire.hello import Welcome
@@ -179,7 +179,7 @@ class Link:
 class Unsaid(SparseLog):
     """Log lines are no part of a state."""
 
-    def _say(self, *line: object) -> None:
+    def _write(self, *line: object) -> None:
         pass
 
 

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 
-from kvferry.kvstore.process.process import StatusPipe, StopSignal
+from kvferry.kvstore.process.lifecycle import StatusPipe, StopSignal
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""Lines that a peer causes: one at once, then few, and the number of the others is told."""
+"""Lines name their role; of those that a peer causes few come, and the others are counted."""
 
 from __future__ import annotations
 
@@ -8,7 +8,13 @@ import time
 import pytest
 import zmq
 
-from kvferry.kvstore.process.sparse_log import MAX_LINE, MAX_REMEMBERED, QUIET_SECONDS, SparseLog
+from kvferry.kvstore.process.logs import (
+    MAX_LINE,
+    MAX_REMEMBERED,
+    QUIET_SECONDS,
+    SparseLog,
+    set_up_logging,
+)
 from kvferry.kvstore.wire.client import Client, LinkState
 from kvferry.kvstore.wire.codec import PROTOCOL
 from kvferry.kvstore.wire.hello import Hello, Welcome
@@ -32,58 +38,58 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def said(clock: Clock, caplog: pytest.LogCaptureFixture) -> SparseLog:
+def sparse(clock: Clock, caplog: pytest.LogCaptureFixture) -> SparseLog:
     caplog.set_level(logging.DEBUG)
     return SparseLog(logging.getLogger("test"), clock)
 
 
 def test_the_first_is_said_and_the_rest_are_counted(
-    said: SparseLog, clock: Clock, caplog: pytest.LogCaptureFixture
+    sparse: SparseLog, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number in range(FRAMES):
-        said.warning("dropped", "peer", "dropped %d", number)
+        sparse.warning("dropped", "peer", "dropped %d", number)
     assert caplog.messages == ["dropped 0"]
-    said.tick()
+    sparse.tick()
     assert len(caplog.messages) == 1
     clock.now += QUIET_SECONDS
-    said.warning("dropped", "peer", "dropped %d", FRAMES)
+    sparse.warning("dropped", "peer", "dropped %d", FRAMES)
     assert caplog.messages[1:] == [f"dropped {FRAMES} (and {FRAMES - 1} more like it)"]
 
 
 def test_a_count_is_told_even_if_nothing_comes_any_more(
-    said: SparseLog, clock: Clock, caplog: pytest.LogCaptureFixture
+    sparse: SparseLog, clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(3):
-        said.error("broken", "peer", "it is broken")
+        sparse.error("broken", "peer", "it is broken")
     clock.now += QUIET_SECONDS
-    said.tick()
+    sparse.tick()
     assert caplog.messages == ["it is broken", "it is broken (and 2 more like it)"]
     assert [record.levelno for record in caplog.records] == [logging.ERROR] * 2
     clock.now += QUIET_SECONDS
-    said.tick()
-    said.tick()
+    sparse.tick()
+    sparse.tick()
     assert len(caplog.messages) == 2
-    said.error("broken", "peer", "it is broken")
+    sparse.error("broken", "peer", "it is broken")
     assert len(caplog.messages) == 3, "after a while it is news again"
 
 
 def test_kinds_and_peers_are_told_apart_but_not_without_end(
-    said: SparseLog, caplog: pytest.LogCaptureFixture
+    sparse: SparseLog, caplog: pytest.LogCaptureFixture
 ) -> None:
-    said.warning("a", "one", "a one")
-    said.warning("a", "two", "a two")
-    said.warning("b", "one", "b one")
+    sparse.warning("a", "one", "a one")
+    sparse.warning("a", "two", "a two")
+    sparse.warning("b", "one", "b one")
     assert caplog.messages == ["a one", "a two", "b one"]
     for number in range(FRAMES):
-        said.warning("a", f"peer {number}", "again")
+        sparse.warning("a", f"peer {number}", "again")
     assert len(caplog.messages) <= MAX_REMEMBERED + 2
-    assert len(said._said) <= MAX_REMEMBERED + 2
+    assert len(sparse._lines) <= MAX_REMEMBERED + 2
 
 
 def test_a_peer_cannot_write_lines_of_its_own(
-    said: SparseLog, caplog: pytest.LogCaptureFixture
+    sparse: SparseLog, caplog: pytest.LogCaptureFixture
 ) -> None:
-    said.info("refused", "peer", "refused: %s", "x\nERROR all is lost\x1b[2J" + "y" * 10_000)
+    sparse.info("refused", "peer", "refused: %s", "x\nERROR all is lost\x1b[2J" + "y" * 10_000)
     (line,) = caplog.messages
     assert "\n" not in line and "\x1b" not in line and len(line) <= MAX_LINE
 
@@ -132,3 +138,18 @@ def test_ten_thousand_malformed_frames_are_a_few_lines(
     told = sum(int(line.rpartition("(and ")[2].split()[0]) for line in dropped if "(and" in line)
     assert FRAMES - len(dropped) <= told < FRAMES, "each was either said or counted"
     assert turns >= FRAMES // TURN_MESSAGES
+
+
+def test_log_lines_name_the_role(capsys: pytest.CaptureFixture[str]) -> None:
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    root.handlers.clear()  # the capturing ones of pytest are not this test's to close
+    try:
+        set_up_logging("decode", "info")
+        logging.getLogger("x").info("hello")
+        logging.getLogger("x").debug("hidden")
+    finally:
+        root.handlers[:] = before
+        root.setLevel(level)
+    line = capsys.readouterr().err
+    assert line.endswith(" decode INFO hello\n") and line.count("\n") == 1
