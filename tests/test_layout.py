@@ -7,11 +7,8 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-
-import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 MAY_IMPORT = {
@@ -73,43 +70,49 @@ def package_of(path: Path) -> str:
     return path.relative_to(ROOT).parts[0].removesuffix(".py")
 
 
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
 @cache
 def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
-def imports(tree: ast.AST) -> Iterator[str]:
-    """Every imported module and name, dotted, wherever in the module the import stands."""
-    for node in ast.walk(tree):
+@cache
+def nodes_of(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree_of(path)))
+
+
+@cache
+def imports_of(path: Path) -> tuple[tuple[str, ...], ...]:
+    """Every imported module and name, by its parts, wherever in the module the import stands."""
+    found = []
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "a relative import hides which package it names"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            assert node.level == 0, f"{path}: a relative import hides which package it names"
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return tuple(tuple(name.split(".")) for name in found)
 
 
-@pytest.fixture(params=MODULES, ids=lambda path: str(path.relative_to(ROOT)))
-def module(request: pytest.FixtureRequest) -> Path:
-    path: Path = request.param
-    return path
+def test_packages_import_only_what_lies_below_them() -> None:
+    for module in MODULES:
+        ours = {name[1] for name in imports_of(module) if name[0] == "kvferry"}
+        assert ours <= MAY_IMPORT[package_of(module)], name_of(module)
 
 
-def test_packages_import_only_what_lies_below_them(module: Path) -> None:
-    names = [name.split(".") for name in imports(tree_of(module))]
-    ours = {name[1] for name in names if name[0] == "kvferry"}
-    assert ours <= MAY_IMPORT[package_of(module)]
-
-
-def test_rooms_import_only_what_lies_below_them(module: Path) -> None:
-    package, *rest = module.relative_to(ROOT).parts
-    rooms = ROOMS.get(package, {})
-    if not rooms or rest == ["__init__.py"]:
-        return
-    room = rest[0].removesuffix(".py")
-    assert room in rooms, "a room that has no rule yet"
-    names = [name.split(".") for name in imports(tree_of(module))]
-    others = {name[2] for name in names if name[:2] == ["kvferry", package]} - {room}
-    assert others <= rooms[room]
+def test_rooms_import_only_what_lies_below_them() -> None:
+    for module in MODULES:
+        package, *rest = module.relative_to(ROOT).parts
+        rooms = ROOMS.get(package, {})
+        if not rooms or rest == ["__init__.py"]:
+            continue
+        room = rest[0].removesuffix(".py")
+        assert room in rooms, f"{name_of(module)}: a room that has no rule yet"
+        inside = {name[2] for name in imports_of(module) if name[:2] == ("kvferry", package)}
+        assert inside - {room} <= rooms[room], name_of(module)
 
 
 def test_no_folder_is_crowded() -> None:
@@ -126,36 +129,51 @@ def test_the_wheel_has_every_package() -> None:
     assert {"kvferry", *there} == set(listed)
 
 
-def test_only_nodes_and_kernels_touch_tensors(module: Path) -> None:
-    tops = {name.split(".")[0] for name in imports(tree_of(module))}
-    if package_of(module) in WITHOUT_TORCH:
-        assert not tops & TENSOR_LIBRARIES
+def test_tests_lie_in_rooms_of_what_they_test() -> None:
+    for package in ROOMS:
+        rooms = {path.relative_to(ROOT / package) for path in (ROOT / package).rglob("*/")}
+        tests = ROOT / "tests" / package
+        mirrored = {path.parent.relative_to(tests) for path in tests.rglob("test_*.py")}
+        assert mirrored <= {*rooms, Path()}, package
 
 
-def test_nothing_pickles(module: Path) -> None:
-    tree = tree_of(module)
-    assert not {name.split(".")[0] for name in imports(tree)} & PICKLERS
-    attributes = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    assert not attributes & PICKLING_CALLS
-    assert "torch.load" not in ast.unparse(tree), "safetensors, never torch.load"
+def test_only_nodes_and_kernels_touch_tensors() -> None:
+    for module in MODULES:
+        if package_of(module) in WITHOUT_TORCH:
+            assert not {name[0] for name in imports_of(module)} & TENSOR_LIBRARIES, name_of(module)
 
 
-def test_only_the_settings_read_the_environment(module: Path) -> None:
-    if module.relative_to(ROOT).as_posix() in (
-        "kvstore/process/settings.py",
-        "kvstore/process/cores.py",
-    ):
-        return
-    nodes = [node for node in ast.walk(tree_of(module)) if isinstance(node, ast.expr)]
-    parts = [
-        ast.unparse(node.value) for node in nodes if isinstance(node, ast.Subscript | ast.Attribute)
-    ]
-    read = "os.environ" in parts or "os.getenv" in map(ast.unparse, nodes)
-    assert not read, "take the environment as an argument"
+def test_nothing_pickles() -> None:
+    for module in MODULES:
+        assert not {name[0] for name in imports_of(module)} & PICKLERS, name_of(module)
+        attributes = {node.attr for node in nodes_of(module) if isinstance(node, ast.Attribute)}
+        assert not attributes & PICKLING_CALLS, name_of(module)
+        assert "torch.load" not in module.read_text(), f"{name_of(module)}: use safetensors"
 
 
-def test_every_module_says_what_it_owns(module: Path) -> None:
-    assert ast.get_docstring(tree_of(module))
+def test_only_the_settings_read_the_environment() -> None:
+    settings = {"kvstore/process/settings.py", "kvstore/process/cores.py"}
+    for module in MODULES:
+        if name_of(module) not in settings:
+            read = any(map(reads_environment, nodes_of(module)))
+            assert not read, f"{name_of(module)}: take the environment as an argument"
+
+
+def reads_environment(node: ast.AST) -> bool:
+    """Something of `os.environ`, or `os.getenv`; the whole of it may be handed on."""
+    if isinstance(node, ast.Subscript | ast.Attribute) and is_of_os(node.value, "environ"):
+        return True
+    return is_of_os(node, "getenv")
+
+
+def is_of_os(node: ast.AST, name: str) -> bool:
+    if not isinstance(node, ast.Attribute) or not isinstance(node.value, ast.Name):
+        return False
+    return (node.value.id, node.attr) == ("os", name)
+
+
+def test_every_module_says_what_it_owns() -> None:
+    assert not [name_of(module) for module in MODULES if not ast.get_docstring(tree_of(module))]
 
 
 def test_what_must_not_lie_where() -> None:
