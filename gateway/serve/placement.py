@@ -19,7 +19,7 @@ from kvferry.kvstore.process.cores import format_cores, parse_cores
 from kvferry.kvstore.process.model_files import ModelFiles
 from kvferry.kvstore.process.roles import RoleConfig
 from kvferry.kvstore.process.settings import to_argv, to_environ, without_settings
-from kvferry.kvstore.store.defaults import default_disk, default_ram
+from kvferry.kvstore.store.config import default_disk, default_ram
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,8 +16,7 @@ from kvferry.kvstore.process.cores import apply_cores
 from kvferry.kvstore.process.lifecycle import StatusPipe, StopSignal
 from kvferry.kvstore.process.logs import set_up_logging
 from kvferry.kvstore.process.settings import parse
-from kvferry.kvstore.store.config import StoreConfig
-from kvferry.kvstore.store.defaults import default_disk, default_ram
+from kvferry.kvstore.store.config import StoreConfig, default_disk, default_ram
 from kvferry.kvstore.store.node import StoreNode
 from kvferry.kvstore.store.storage import StoreSizes
 from kvferry.kvstore.wire.curve import guarded, load_keys

@@ -7,10 +7,10 @@ quarantine until the lane proves that they cannot write any more.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from kvferry.kvstore.store.storage import ModelStorage
+from kvferry.kvstore.tiers.host import Owner
 from kvferry.kvstore.wire.server import Peer, Server
 from kvferry.kvstore.wire.store import Attached, Granted, Holding
 
@@ -42,36 +42,23 @@ class Members:
     def __init__(self, server: Server, counters: Counter[str]) -> None:
         self._server = server
         self._counters = counters
-        self._members: dict[bytes, Member] = {}
-        self._next_lane = 1
-        self._quarantined: dict[bytes, int] = {}
+        self.attached: dict[Owner, Member] = {}
+        """By identity, which is also the owner of what they hold in the tiers."""
+        self.quarantined: dict[Owner, int] = {}
         """Lost nodes with slots in quarantine, and their lanes."""
+        self._next_lane = 1
         self._prove_at = 0.0
-
-    def __len__(self) -> int:
-        return len(self._members)
-
-    def __iter__(self) -> Iterator[Member]:
-        return iter(self._members.values())
-
-    def find(self, owner: object) -> Member | None:
-        """The node that is the owner of something in the tiers, if it is one and still there."""
-        return self._members.get(owner) if isinstance(owner, bytes) else None
-
-    @property
-    def num_quarantined(self) -> int:
-        return len(self._quarantined)
 
     def forget(self) -> None:
         """Their arena is gone."""
-        self._members.clear()
-        self._quarantined.clear()
+        self.attached.clear()
+        self.quarantined.clear()
 
     def attach(self, peer: Peer, storage: ModelStorage, *, shared: bool) -> None:
         """A node is there; it may write once it has said how its blocks travel."""
-        member = self._members.get(peer.identity)
+        member = self.attached.get(peer.identity)
         if member is None:  # else the answer was lost on its way
-            member = self._members[peer.identity] = Member(peer, self._next_lane)
+            member = self.attached[peer.identity] = Member(peer, self._next_lane)
             self._next_lane += 1
         path = str(storage.memory.path) if shared else ""
         self._server.send(
@@ -121,32 +108,32 @@ class Members:
 
     def lost(self, storage: ModelStorage, peer: Peer) -> None:
         """A node is gone. What it may still write to stays in quarantine."""
-        member = self._members.pop(peer.identity, None)
+        member = self.attached.pop(peer.identity, None)
         if member is None:
             return
         self._counters["peers_lost"] += 1
         quarantined = storage.tiers.lost(peer.identity)
         if quarantined and member.shared:
-            self._quarantined[peer.identity] = member.lane
+            self.quarantined[peer.identity] = member.lane
         else:  # it had mapped nothing
             storage.tiers.host.proven_dead(peer.identity)
 
     def tick(self, storage: ModelStorage, now: float) -> None:
-        """Buries who can write no more, and grants slots to who has few."""
+        """Frees the slots of who can write no more, and grants slots to who has few."""
         if now >= self._prove_at:
             self._prove_at = now + PROOF_SECONDS
             self._prove_dead(storage)
-        for member in self._members.values():
+        for member in self.attached.values():
             self._grant(storage, member)
 
     def _prove_dead(self, storage: ModelStorage) -> None:
-        for identity, lane in list(self._quarantined.items()):
+        for identity, lane in list(self.quarantined.items()):
             if not storage.memory.is_locked(lane):
                 storage.tiers.host.proven_dead(identity)
-                del self._quarantined[identity]
+                del self.quarantined[identity]
 
     def check(self, storage: ModelStorage) -> None:
         """Proves that the arena and the members agree about who may write what."""
-        for member in self._members.values():
+        for member in self.attached.values():
             held = storage.tiers.host.reserved_by(member.peer.identity)
             assert held == member.slots.keys(), "grants disagree"

@@ -4,9 +4,9 @@
        ▲                                                                                 │
        └─────────────────────────────────────────────────────────────────────────────────┘
 
-Owns the order of a round and its end, whose blocks are kept here, and which message goes where:
-nodes come and go in `members`, their blocks pass through `traffic`, operators are answered by
-`admin`. What is decided about blocks is decided in `tiers`.
+Owns the order of a round and its end, and whose blocks are kept here: nodes come and go in
+`members`, what they ask goes through `traffic`, operators are answered by `admin`. What is decided
+about blocks is decided in `tiers`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable
 import zmq
 
 from kvferry.kvstore.errors import ConfigError
-from kvferry.kvstore.keys import split_keys
 from kvferry.kvstore.node.debug import DebugSwitches, StoreHooks
 from kvferry.kvstore.node.loop import IDLE_POLL_MS, NodeLoop
 from kvferry.kvstore.store.admin import answer_admin
@@ -36,18 +35,6 @@ from kvferry.kvstore.wire.store import (
     Attach,
     CacheReply,
     CacheRequest,
-    CancelFetch,
-    Commit,
-    Damaged,
-    FetchRequest,
-    GiveBack,
-    Holding,
-    Keeping,
-    Locate,
-    Located,
-    Mapped,
-    Release,
-    Taken,
 )
 
 log = logging.getLogger(__name__)
@@ -102,9 +89,17 @@ class StoreNode(NodeLoop):
     def turn(self) -> None:
         """One round of the loop."""
         self.receive()
-        now = self._clock()
-        if self.storage is not None:
-            self._turn_storage(self.storage, now)
+        now, storage = self._clock(), self.storage
+        if storage is not None:
+            if storage.disk is not None:
+                for job in storage.disk.take_done():
+                    self._traffic.hand_out(storage, storage.tiers.disk_done(job, now))
+            if self._early and not storage.recovering:
+                early, self._early = self._early, {}
+                for peer, message in early.values():
+                    self._attached(peer, message)
+            self._traffic.hand_out(storage, storage.tiers.tick(now))
+            self._members.tick(storage, now)
         self._announcer.tick(now)
 
     def sleep_ms(self) -> int:
@@ -121,7 +116,7 @@ class StoreNode(NodeLoop):
             return True
         tiers = self.storage.tiers
         writes = tiers.disk is not None and tiers.disk.wants_turn(self._clock())
-        return not (self._members.num_quarantined or tiers.fetches.active or writes)
+        return not (self._members.quarantined or tiers.fetches.active or writes)
 
     @property
     def may_end(self) -> bool:
@@ -146,17 +141,6 @@ class StoreNode(NodeLoop):
             if disk is not None and disk.unwritten:
                 unwritten = disk.unwritten * disk.index.span
                 log.warning("%d bytes were not written in time: they are lost", unwritten)
-
-    def _turn_storage(self, storage: ModelStorage, now: float) -> None:
-        if storage.disk is not None:
-            for job in storage.disk.take_done():
-                self._traffic.hand_out(storage, storage.tiers.disk_done(job, now))
-        if self._early and not storage.recovering:
-            early, self._early = self._early, {}
-            for peer, message in early.values():
-                self._attached(peer, message)
-        self._traffic.hand_out(storage, storage.tiers.tick(now))
-        self._members.tick(storage, now)
 
     # -- meeting --------------------------------------------------------------------------------
 
@@ -231,50 +215,10 @@ class StoreNode(NodeLoop):
                 body = answer_admin(message, self.storage, self._files, self.figures, now)
                 self._server.send(peer, CacheReply(message.number, body))
             case _:
-                return self._of_member(received, now)
-        return True
-
-    def _of_member(self, received: FromPeer, now: float) -> bool:
-        message = received.message
-        member = self._members.find(received.peer.identity)
-        storage = self.storage
-        if member is None or storage is None:
-            self.counters["messages_unattached"] += 1
-            return True
-        owner = member.peer.identity
-        try:
-            match message:
-                case Mapped(shared):
-                    self._members.mapped(storage, member, shared)
-                case GiveBack(slots):
-                    for slot in slots:
-                        self._members.give_back(storage, member, slot)
-                case Holding():
-                    self._members.holding(storage, member, message)
-                case Commit():
-                    self._traffic.commit(storage, member, message, received.payloads, now)
-                case Keeping(slots):
-                    storage.tiers.keep_held(owner, frozenset(slots))
-                case Release(slots):
-                    for slot in slots:
-                        storage.tiers.release_held(owner, slot)
-                case Locate(number, keys):
-                    tiers = storage.tiers.locate(split_keys(keys))
-                    self._server.send(member.peer, Located(number, tiers))
-                case FetchRequest():
-                    self._traffic.fetch(storage, member, message, now)
-                case Taken(number, count):
-                    handed = storage.tiers.fetches.took(owner, number, count, now)
-                    self._traffic.hand_out(storage, [handed] if handed else [])
-                case CancelFetch(number):
-                    storage.tiers.fetches.cancel(owner, number)
-                case Damaged(key):
-                    storage.tiers.damaged(key)
-                case _:
-                    return False
-        except ValueError as error:
-            self.counters["messages_invalid"] += 1
-            log.warning("a %s makes no sense: %s", type(message).__name__, error)
+                member = self._members.attached.get(peer.identity)
+                if member is not None and self.storage is not None:
+                    return self._traffic.receive(self.storage, member, received, now)
+                self.counters["messages_unattached"] += 1
         return True
 
     def _inject(self, hooks: StoreHooks) -> None:
@@ -314,7 +258,7 @@ class StoreNode(NodeLoop):
             **self.socket_counters(),
         }
         figures |= tier_figures(self.storage, self._sizes.ram, self._sizes.disk)
-        figures["attached_nodes"] = len(self._members)
+        figures["attached_nodes"] = len(self._members.attached)
         if self.storage is not None:
             figures |= self.storage.tiers.figures()
         return figures
@@ -323,8 +267,8 @@ class StoreNode(NodeLoop):
         tiers = {} if self.storage is None else self.storage.tiers.ledger()
         return {
             **tiers,
-            "members": len(self._members),
-            "quarantined_nodes": self._members.num_quarantined,
+            "members": len(self._members.attached),
+            "quarantined_nodes": len(self._members.quarantined),
             "counters": self.figures(),
         }
 

@@ -23,7 +23,6 @@ from kvferry.kvstore.tiers.disk.segments import SegmentIndex
 from kvferry.kvstore.tiers.disk.worker import (
     Disk,
     DiskFaults,
-    DiskJob,
     DiskWorker,
     ReadJob,
     WriteJob,
@@ -88,11 +87,13 @@ class ModelStorage:
                 block_bytes,
             )
             index = None
-        self.disk = None if index is None or files is None else Disk(DiskWorker(files, faults))
-        self.tiers = TieredCache(
-            HostTier(num_slots), self.view, index, self._submit, lease_s=sizes.lease_s
-        )
-        if self.disk is not None and files is not None:
+        self.disk: Disk | None = None
+        host, lease_s = HostTier(num_slots), sizes.lease_s
+        if index is None or files is None:
+            self.tiers = TieredCache(host, self.view, lease_s=lease_s)
+        else:
+            self.disk = Disk(DiskWorker(files, faults))
+            self.tiers = TieredCache(host, self.view, index, self.disk.submit, lease_s=lease_s)
             self._recover(files)
 
     @property
@@ -103,10 +104,6 @@ class ModelStorage:
     def view(self, slot: int) -> memoryview:
         """The bytes of the block in a slot."""
         return self.memory.slot(slot, self.slot_bytes, self.block_bytes)
-
-    def _submit(self, job: DiskJob) -> None:
-        assert self.disk is not None
-        self.disk.submit(job)
 
     def _recover(self, files: FileSystem) -> None:
         assert self.tiers.disk is not None

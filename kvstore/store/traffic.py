@@ -1,11 +1,13 @@
-"""Blocks between a store and its nodes: commits that come, loads that are handed out.
+"""Blocks between a store and its nodes: what nodes put, and what is handed out to them.
 
-Owns how a commit is checked and how blocks leave: as leases on slots, or as frames. What is decided
-about blocks is decided in `tiers`; who may write which slot is `members`'.
+Owns which message asks what of the tiers, how a commit is checked, and how blocks leave: as leases
+on slots, or as frames. What is decided about blocks is decided in `tiers`; who may write which slot
+is `members`'.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -14,22 +16,80 @@ from kvferry.kvstore.store.members import Member, Members
 from kvferry.kvstore.store.storage import ModelStorage
 from kvferry.kvstore.tiers.block import Block
 from kvferry.kvstore.tiers.fetches import HandedOut
-from kvferry.kvstore.wire.server import Server
-from kvferry.kvstore.wire.store import Commit, Delivered, FetchEnded, FetchRequest, Leased
+from kvferry.kvstore.wire.server import FromPeer, Server
+from kvferry.kvstore.wire.store import (
+    CancelFetch,
+    Commit,
+    Damaged,
+    Delivered,
+    FetchEnded,
+    FetchRequest,
+    GiveBack,
+    Holding,
+    Keeping,
+    Leased,
+    Locate,
+    Located,
+    Mapped,
+    Release,
+    Taken,
+)
+
+log = logging.getLogger(__name__)
 
 MESSAGE_BYTES = 4 << 20
 MAX_DEADLINE_S = 3600.0
 
 
 class Traffic:
-    """Puts and loads of all nodes."""
+    """Puts and fetches of all nodes."""
 
     def __init__(self, server: Server, members: Members, counters: Counter[str]) -> None:
         self._server = server
         self._members = members
         self._counters = counters
 
-    def commit(
+    def receive(
+        self, storage: ModelStorage, member: Member, received: FromPeer, now: float
+    ) -> bool:
+        """Does what a node asks; False when it is nothing that a store does."""
+        message, owner = received.message, member.peer.identity
+        try:
+            match message:
+                case Mapped(shared):
+                    self._members.mapped(storage, member, shared)
+                case GiveBack(slots):
+                    for slot in slots:
+                        self._members.give_back(storage, member, slot)
+                case Holding():
+                    self._members.holding(storage, member, message)
+                case Commit():
+                    self._commit(storage, member, message, received.payloads, now)
+                case Keeping(slots):
+                    storage.tiers.keep_held(owner, frozenset(slots))
+                case Release(slots):
+                    for slot in slots:
+                        storage.tiers.release_held(owner, slot)
+                case Locate(number, keys):
+                    tiers = storage.tiers.locate(split_keys(keys))
+                    self._server.send(member.peer, Located(number, tiers))
+                case FetchRequest():
+                    self._fetch(storage, member, message, now)
+                case Taken(number, count):
+                    handed = storage.tiers.fetches.took(owner, number, count, now)
+                    self.hand_out(storage, [handed] if handed else [])
+                case CancelFetch(number):
+                    storage.tiers.fetches.cancel(owner, number)
+                case Damaged(key):
+                    storage.tiers.damaged(key)
+                case _:
+                    return False
+        except ValueError as error:
+            self._counters["messages_invalid"] += 1
+            log.warning("a %s makes no sense: %s", type(message).__name__, error)
+        return True
+
+    def _commit(
         self,
         storage: ModelStorage,
         member: Member,
@@ -68,10 +128,10 @@ class Traffic:
             view.release()
         return True
 
-    def fetch(
+    def _fetch(
         self, storage: ModelStorage, member: Member, message: FetchRequest, now: float
     ) -> None:
-        """Begins a load."""
+        """Begins a fetch."""
         keys = split_keys(message.keys)
         window = min(message.window, max(1, storage.tiers.host.num_slots // 2))
         if not 0 <= message.first <= len(keys) or not 0 <= message.deadline_s <= MAX_DEADLINE_S:
@@ -91,7 +151,7 @@ class Traffic:
     def hand_out(self, storage: ModelStorage, handed: Iterable[HandedOut]) -> None:
         """Tells each reader what it may copy now, and that nothing more comes."""
         for it in handed:
-            member = self._members.find(it.fetch.owner)
+            member = self._members.attached.get(it.fetch.owner)
             if member is None:
                 continue
             if it.blocks:

@@ -39,20 +39,22 @@ class Cleared:
 
 
 class TieredCache:
-    """One store's blocks. `index` is None without a disk tier."""
+    """One store's blocks. Without a disk tier there is no `index`, and nobody to `submit` to."""
 
     def __init__(
         self,
         host: HostTier,
         view: Callable[[int], memoryview],
-        index: SegmentIndex | None,
-        submit: Callable[[DiskJob], None],
+        index: SegmentIndex | None = None,
+        submit: Callable[[DiskJob], None] | None = None,
         *,
         lease_s: float = LEASE_SECONDS,
     ) -> None:
         self.host = host
         self.counters: Counter[str] = Counter()
-        self.disk = None if index is None else DiskTier(index, host, view, submit, self._save)
+        self.disk: DiskTier | None = None
+        if index is not None and submit is not None:
+            self.disk = DiskTier(index, host, view, submit, self._save)
         self.victims = Victims(host)
         self.lease_s = lease_s
         self.fetches = ChainFetches(host, self.disk, self._start_read, self.counters, lease_s)

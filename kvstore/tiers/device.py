@@ -90,16 +90,16 @@ class BlockPool:
         """`count` blocks with one reference each and no content, or None and nothing taken."""
         if count > self.num_available:
             return None
-        return [self._take() for _ in range(count)]
-
-    def _take(self) -> int:
-        if self._free:
-            block = self._free.pop()
-        else:
-            block, _ = self._cached.popitem(last=False)
-            self._forget(block)
-        self._references[block] = 1
-        return block
+        blocks = []
+        for _ in range(count):
+            if self._free:
+                block = self._free.pop()
+            else:
+                block, _ = self._cached.popitem(last=False)
+                self._forget(block)
+            self._references[block] = 1
+            blocks.append(block)
+        return blocks
 
     def _forget(self, block: int) -> None:
         key = self._key_of.pop(block)

@@ -28,14 +28,13 @@ from kvferry.kvstore.node.config import DecodeConfig, PrefillConfig
 from kvferry.kvstore.process.model_files import ModelFiles
 from kvferry.kvstore.process.roles import RoleConfig
 from kvferry.kvstore.process.settings import parse, variable_name
-from kvferry.kvstore.store.config import StoreConfig
-from kvferry.kvstore.store.defaults import default_disk
+from kvferry.kvstore.store.config import StoreConfig, default_disk
 from kvferry.kvstore.tiers.shared_memory import SharedMemory, room_for_arena
 
 Config = TypeVar("Config", bound=RoleConfig)
 
 FOUR_CORES = frozenset(range(4))
-DEFAULTS = "kvferry.kvstore.store.defaults"
+DEFAULTS = "kvferry.kvstore.store.config"
 MODEL = ModelFiles(Path("/models/m"), "m")
 
 
