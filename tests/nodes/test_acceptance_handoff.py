@@ -51,6 +51,7 @@ def stage_of(cluster: Cluster, number: int) -> str:
     return "mid-chunk" if accepted else "offered"
 
 
+@pytest.mark.parametrize("both_transfers", slow_but(["inline", "arena"], "inline"), indirect=True)
 @pytest.mark.B1
 def test_clients_that_leave_at_every_stage_leave_nothing() -> None:
     """Eight at once, each left at a stage of its own, a hundred times; then one fills the pool.
@@ -158,7 +159,7 @@ def test_messages_of_transfers_that_nobody_knows_are_survived() -> None:
 
 @pytest.mark.B8
 @pytest.mark.parametrize("both_transfers", slow_but(["inline", "arena"], "inline"), indirect=True)
-@pytest.mark.parametrize("prefill_nodes", [1, 0])
+@pytest.mark.parametrize("prefill_nodes", slow_but([1, 0], 0))
 def test_a_burst_on_a_small_pool_finishes(prefill_nodes: int) -> None:
     """Room for four; 200 requests of 512 in and 64 out at once, a tenth of the clients leaves."""
     cluster = Cluster(prefill_nodes, decode_blocks=4 * 36 + 4, prefill_blocks=200)

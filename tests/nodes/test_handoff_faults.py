@@ -38,6 +38,7 @@ from kvferry.tests.rigs.handoff.cluster import (
     Cluster,
     prompt_of,
 )
+from kvferry.tests.rigs.slow import slow_but
 
 
 @pytest.mark.B3
@@ -159,6 +160,7 @@ def test_a_lost_frame_of_the_prefill_node_costs_only_time(kind: type) -> None:
     [(Offer, 8), (Credit, 8), (AbortTransfer, 2)],  # an abort is said again every second
     ids=["Offer", "Credit", "AbortTransfer"],
 )
+@pytest.mark.parametrize("both_transfers", slow_but(["inline", "arena"], "inline"), indirect=True)
 @pytest.mark.usefixtures("both_transfers")
 def test_a_lost_frame_of_the_decode_node_costs_only_time(kind: type, times: int) -> None:
     large = replace(STANDIN, kv_bytes_per_token=1 << 17)  # 2 MiB a block: credit matters

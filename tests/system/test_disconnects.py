@@ -16,6 +16,7 @@ from kvferry.kernels.engines.standin import standin_reply, write_standin_model
 from kvferry.tests.rigs.gateway.rig import wait_until
 from kvferry.tests.rigs.servers.served import Served
 from kvferry.tests.rigs.servers.streams import ADMIN, DEBUG, hold, idle, ledger, prompt_of
+from kvferry.tests.rigs.slow import slow_but
 
 ROUNDS = 25
 """For each stage, streamed or not: 200 in all."""
@@ -30,7 +31,7 @@ STAGES: Mapping[str, Reached] = {
 """How the ledgers of the nodes show that a request is held at a stage."""
 
 
-@pytest.fixture(scope="module", params=["open", "with keys"])
+@pytest.fixture(scope="module", params=slow_but(["open", "with keys"], "with keys"))
 def served(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:

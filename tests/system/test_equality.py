@@ -94,7 +94,7 @@ def test_real_texts_in_a_batch_cold_then_repeated(
     check(judge, some, together(real, some, NEW, "batch"), cached=True)
 
 
-@pytest.mark.parametrize("real", slow_but(["apart", "alone"], "apart"), indirect=True)
+@pytest.mark.slow
 def test_real_texts_alone(real: Served, prompts: list[list[int]], judge: Judge) -> None:
     few = [prompts[at] for at in ALONE]
     answers = [

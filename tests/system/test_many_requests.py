@@ -9,6 +9,7 @@ import pytest
 from kvferry.tests.rigs.servers.many_requests import growth, small_server
 
 
+@pytest.mark.slow
 @pytest.mark.D4
 def test_short_requests_over_failing_tiers_leave_nothing(tmp_path: Path) -> None:
     with small_server(tmp_path) as rush:

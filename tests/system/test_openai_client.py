@@ -14,7 +14,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletio
 
 from kvferry.kernels.engines.standin import StandinConfig, standin_reply
 from kvferry.tests.rigs.servers.served import Served
-from kvferry.tests.system.test_serve import idle, text_ids
+from kvferry.tests.rigs.servers.streams import nodes_idle, text_ids
 
 MODEL = "standin"
 HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Say hi."}]
@@ -296,6 +296,6 @@ def test_a_cancelled_stream_stops_the_compute(client: openai.OpenAI, served: Ser
         pass
     stream.close()
     deadline = time.monotonic() + 10
-    while not idle(served):
+    while not nodes_idle(served):
         assert time.monotonic() < deadline, "it still computes for nobody"
         time.sleep(0.05)

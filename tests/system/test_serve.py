@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import signal
 import socket
 import threading
@@ -21,20 +20,11 @@ from kvferry.kernels.engines.standin import StandinConfig, standin_reply, write_
 from kvferry.kvstore.wire.generation import SOURCES
 from kvferry.tests.rigs.gateway import web
 from kvferry.tests.rigs.gateway.rig import wait_until
-from kvferry.tests.rigs.servers.served import Served
+from kvferry.tests.rigs.servers.served import Served, listening
+from kvferry.tests.rigs.servers.streams import nodes_idle, prompt_of, text_ids
 
 B = 16
 CONFIG = StandinConfig()
-
-
-def prompt_of(length: int, seed: int) -> list[int]:
-    """Ids of bytes, different between seeds from the first one on."""
-    return [3 + (seed * 101 + index * 31 + index // 7) % 250 for index in range(length)]
-
-
-def text_ids(text: str) -> list[int]:
-    """The stand-in's tokens are bytes behind three specials."""
-    return [byte + 3 for byte in text.encode()]
 
 
 def events(served: Served, path: str = "/v1/completions", **body: Any) -> Iterator[dict[str, Any]]:
@@ -242,7 +232,7 @@ def test_a_client_that_leaves_stops_the_compute(tmp_path: Path) -> None:
                 }
                 leave_early(served, body)
                 deadline = time.monotonic() + 10
-                while not idle(served):
+                while not nodes_idle(served):
                     assert time.monotonic() < deadline, "it still computes for nobody"
                     time.sleep(0.05)
         assert served.ids([5], 3) == standin_reply([5], CONFIG, 3)
@@ -261,16 +251,9 @@ def leave_early(served: Served, body: dict[str, Any]) -> None:
     with socket.create_connection((host, int(port))) as connection:
         connection.sendall(head.encode() + content)
         deadline = time.monotonic() + 10
-        while idle(served):
+        while nodes_idle(served):
             assert time.monotonic() < deadline, "the request never ran"
             time.sleep(0.01)
-
-
-def idle(served: Served) -> bool:
-    """Whether the nodes report that nothing runs, waits or is held."""
-    return all(
-        served.metric(f"kvferry_num_requests_{state}") == 0 for state in ("running", "waiting")
-    )
 
 
 @pytest.mark.B3
@@ -398,7 +381,8 @@ def test_a_stop_leaves_nothing_behind(
         tmp_path / "slow", tmp_path / "log", f"--shutdown-timeout={timeout}", "--decode-nodes=2"
     )
     children = list(served.children().values())
-    ports = listening(served.process.pid, *children)
+    found = listening(served.process.pid, *children)
+    ports = {int(one.rpartition(":")[2], 16) for one in found}
     assert len(ports) >= 4
     streams = [Following(served, number) for number in range(STREAMS)]
     wait_until(lambda: all(len(it.lines) >= 3 for it in streams), 20)
@@ -418,15 +402,3 @@ def test_a_stop_leaves_nothing_behind(
     for port in ports:
         socket.create_server(("127.0.0.1", port)).close()
     assert list((tmp_path / "tmp").iterdir()) == []
-
-
-def listening(*pids: int) -> set[int]:
-    """The TCP ports on which these processes listen."""
-    inodes = set()
-    for pid in pids:
-        for link in Path(f"/proc/{pid}/fd").iterdir():
-            with contextlib.suppress(OSError):
-                found = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(link))
-                inodes |= {found[1]} if found else set()
-    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return {int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and row[9] in inodes}

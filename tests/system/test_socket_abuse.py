@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,12 +31,11 @@ from kvferry.kvstore.wire.handoff import Blocks
 from kvferry.kvstore.wire.hello import Hello, Welcome
 from kvferry.kvstore.wire.status import Drain
 from kvferry.tests.rigs.servers.intruders import CONFIG, Context, Impostor, Intruder, Victim
+from kvferry.tests.rigs.servers.served import listening
 from kvferry.tests.rigs.servers.wire_fuzz import KINDS, Fuzz
 from kvferry.tests.rigs.slow import slow_but
 
 pytestmark = [pytest.mark.D9, pytest.mark.B5]
-
-LISTENING = "0A"
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +133,7 @@ def strangers(fuzz: Fuzz) -> Iterator[list[bytes]]:
             yield [encode(Envelope(sender, receiver, body)), *fuzz.payloads(message)]
 
 
-@pytest.mark.parametrize("what", ["noise", "strangers"])
+@pytest.mark.parametrize("what", slow_but(["noise", "strangers"], "strangers"))
 def test_what_is_no_message_of_a_peer_does_no_harm(
     what: str, victim: Victim, address: str, context: Context, tmp_path: Path
 ) -> None:
@@ -205,6 +203,7 @@ def test_every_message_with_absurd_contents_does_no_harm(
     victim.unharmed()
 
 
+@pytest.mark.slow
 def test_requests_with_one_absurd_field_do_no_harm(victim: Victim, context: Context) -> None:
     fuzz = Fuzz(13, tuple(victim.addresses.values()))
     intruder = Intruder.learned(context, victim.addresses["decode"], "gateway")
@@ -301,20 +300,6 @@ def request_of(number: int, prompt: list[int], prefill_node: str) -> Generate:
 
 
 # -- who can reach it ------------------------------------------------------------------------------
-
-
-def listening(pid: int) -> list[str]:
-    """The addresses, as the kernel writes them, on which a process listens."""
-    inodes = set()
-    for link in Path(f"/proc/{pid}/fd").iterdir():
-        found = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(link))
-        inodes |= {found[1]} if found else set()
-    rows = [
-        line.split()
-        for table in ("tcp", "tcp6")
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]
-    ]
-    return [row[1] for row in rows if row[3] == LISTENING and row[9] in inodes]
 
 
 def test_nothing_listens_beyond_this_host(victim: Victim) -> None:

@@ -10,25 +10,14 @@ import pytest
 
 from kvferry.gateway.cli.cache import run
 from kvferry.kvstore.errors import ConfigError
-from kvferry.tests.rigs.gateway.cache import Store, beside_a_store, emptied, keys_of, text
+from kvferry.tests.rigs.gateway.cache import Store, emptied, keys_of, text
 from kvferry.tests.rigs.gateway.rig import Rig
-
-
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Rig, Store]]:
-    with beside_a_store(tmp_path_factory.mktemp("store")) as both:
-        yield both
 
 
 @pytest.fixture
 def rig(both: tuple[Rig, Store]) -> Iterator[Rig]:
     with emptied(*both) as rig:
         yield rig
-
-
-@pytest.fixture
-def store(both: tuple[Rig, Store]) -> Store:
-    return both[1]
 
 
 @pytest.fixture

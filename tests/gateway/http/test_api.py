@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 from kvferry.kvstore.keys import chain, root_key, unpack_tokens
 from kvferry.kvstore.wire.status import Status
 from kvferry.tests.rigs.gateway import web
-from kvferry.tests.rigs.gateway.api import CHAT, COMPLETIONS, error_of, events, fresh, text_of
+from kvferry.tests.rigs.gateway.api import CHAT, COMPLETIONS, error_of, events, text_of
 from kvferry.tests.rigs.gateway.rig import (
     BYTE,
     EOS,
@@ -23,19 +22,6 @@ from kvferry.tests.rigs.gateway.rig import (
     running,
     wait_until,
 )
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with running(tmp_path_factory.mktemp("model") / "standin") as rig:
-        yield rig
-
-
-@pytest.fixture
-def rig(shared: Rig) -> Iterator[Rig]:
-    with fresh(shared) as rig:
-        yield rig
-
 
 # -- whole answers ---------------------------------------------------------------------------------
 

@@ -2,27 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvferry.tests.rigs.gateway import web
-from kvferry.tests.rigs.gateway.api import CHAT, COMPLETIONS, error_of, fresh, raw_request
+from kvferry.tests.rigs.gateway.api import CHAT, COMPLETIONS, error_of, raw_request
 from kvferry.tests.rigs.gateway.rig import MAX_MODEL_LEN, FakeDecode, Rig, running, wait_until
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with running(tmp_path_factory.mktemp("model") / "standin") as rig:
-        yield rig
-
-
-@pytest.fixture
-def rig(shared: Rig) -> Iterator[Rig]:
-    with fresh(shared) as rig:
-        yield rig
-
 
 # -- refusals --------------------------------------------------------------------------------------
 

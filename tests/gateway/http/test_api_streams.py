@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
@@ -15,24 +14,10 @@ from kvferry.tests.rigs.gateway.api import (
     COMPLETIONS,
     MESSAGES,
     events,
-    fresh,
     raw_request,
     text_of,
 )
 from kvferry.tests.rigs.gateway.rig import EOS, Behaviour, Rig, ids_of, running, wait_until
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with running(tmp_path_factory.mktemp("model") / "standin") as rig:
-        yield rig
-
-
-@pytest.fixture
-def rig(shared: Rig) -> Iterator[Rig]:
-    with fresh(shared) as rig:
-        yield rig
-
 
 # -- streams ---------------------------------------------------------------------------------------
 

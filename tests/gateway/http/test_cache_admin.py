@@ -18,7 +18,6 @@ from kvferry.tests.rigs.gateway.cache import (
     DISK,
     Store,
     ask,
-    beside_a_store,
     emptied,
     keys_of,
     text,
@@ -26,21 +25,10 @@ from kvferry.tests.rigs.gateway.cache import (
 from kvferry.tests.rigs.gateway.rig import Behaviour, Rig, running, wait_until
 
 
-@pytest.fixture(scope="module")
-def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Rig, Store]]:
-    with beside_a_store(tmp_path_factory.mktemp("store")) as both:
-        yield both
-
-
 @pytest.fixture
 def rig(both: tuple[Rig, Store]) -> Iterator[Rig]:
     with emptied(*both) as rig:
         yield rig
-
-
-@pytest.fixture
-def store(both: tuple[Rig, Store]) -> Store:
-    return both[1]
 
 
 # -- looking ---------------------------------------------------------------------------------------

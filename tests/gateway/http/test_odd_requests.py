@@ -16,15 +16,9 @@ import pytest
 from kvferry.gateway.server import Protocol
 from kvferry.tests.rigs.gateway import web
 from kvferry.tests.rigs.gateway.api import CHAT, COMPLETIONS, error_of, raw_request
-from kvferry.tests.rigs.gateway.rig import EOS, Behaviour, Rig, ids_of, running, wait_until
+from kvferry.tests.rigs.gateway.rig import EOS, Behaviour, Rig, ids_of, wait_until
 
 JSON = {"content-type": "application/json"}
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with running(tmp_path_factory.mktemp("model") / "standin") as rig:
-        yield rig
 
 
 @pytest.fixture

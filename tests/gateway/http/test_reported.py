@@ -5,30 +5,13 @@ from __future__ import annotations
 import json
 import socket
 import struct
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from kvferry.kvstore.keys import unpack_tokens
 from kvferry.tests.rigs.gateway.api import COMPLETIONS, events, raw_request, text_of
-from kvferry.tests.rigs.gateway.rig import BYTE, EOS, Behaviour, Rig, ids_of, running, wait_until
-
-
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
-    with running(tmp_path_factory.mktemp("model") / "standin") as rig:
-        yield rig
-
-
-@pytest.fixture
-def rig(shared: Rig) -> Iterator[Rig]:
-    shared.decode.does = Behaviour()
-    shared.decode.generates.clear()
-    shared.decode.aborts.clear()
-    yield shared
-    shared.decode.does = Behaviour()
-    wait_until(shared.idle)
+from kvferry.tests.rigs.gateway.rig import BYTE, EOS, Rig, ids_of, wait_until
 
 
 def both(rig: Rig, **body: Any) -> tuple[str, list[str]]:

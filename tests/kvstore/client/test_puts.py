@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from kvferry.kvstore.client.puts import KNOWN_SECONDS, MAX_KNOWN, KnownBlocks
-
-
-class Clock:
-    now = 5.0
-
-    def __call__(self) -> float:
-        return self.now
+from kvferry.tests.rigs.clock import Clock
 
 
 def key(number: int) -> bytes:
@@ -17,7 +11,7 @@ def key(number: int) -> bytes:
 
 
 def test_what_was_seen_is_known_for_a_while_and_costs_no_memory_then() -> None:
-    clock = Clock()
+    clock = Clock(5.0)
     known = KnownBlocks(clock)
     for number in range(100):
         known.add(key(number))
@@ -36,7 +30,7 @@ def test_what_was_seen_is_known_for_a_while_and_costs_no_memory_then() -> None:
 
 
 def test_the_oldest_goes_when_there_are_too_many() -> None:
-    known = KnownBlocks(Clock())
+    known = KnownBlocks(Clock(5.0))
     for number in range(MAX_KNOWN + 10):
         known.add(key(number))
     assert len(known) == MAX_KNOWN

@@ -10,13 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvferry.kvstore.process.collector import BUSY_SECONDS, IDLE_SECONDS, Collector
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from kvferry.tests.rigs.clock import Clock
 
 
 @pytest.fixture
@@ -31,7 +25,7 @@ def clock() -> Iterator[Clock]:
     gc.collect()
     gc.freeze()
     gc.collect()
-    yield Clock()
+    yield Clock(100.0)
     gc.set_threshold(*thresholds)
     gc.unfreeze()
 

@@ -20,21 +20,14 @@ from kvferry.kvstore.wire.codec import PROTOCOL
 from kvferry.kvstore.wire.hello import Hello, Welcome
 from kvferry.kvstore.wire.server import Server
 from kvferry.kvstore.wire.sockets import TURN_MESSAGES, new_incarnation
+from kvferry.tests.rigs.clock import Clock
 
 FRAMES = 10_000
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(100.0)
 
 
 @pytest.fixture

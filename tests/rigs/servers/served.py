@@ -20,6 +20,7 @@ from kvferry.kernels.engines.standin import MODEL_TYPE
 from kvferry.tests.rigs.gateway import web
 
 START_S = 120.0
+LISTENING = "0A"
 ROLES = ("gateway", "prefill", "decode", "store")
 
 
@@ -143,3 +144,19 @@ class Served:
             self.process.wait()
             assert self.process.stdout is not None
             self.process.stdout.close()
+
+
+def listening(*pids: int) -> list[str]:
+    """The addresses, as the kernel writes them (hex, with the port), on which processes listen."""
+    inodes = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                found = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(link))
+                inodes |= {found[1]} if found else set()
+    rows = [
+        line.split()
+        for table in ("tcp", "tcp6")
+        for line in Path(f"/proc/{pids[0]}/net/{table}").read_text().splitlines()[1:]
+    ]
+    return [row[1] for row in rows if row[3] == LISTENING and row[9] in inodes]

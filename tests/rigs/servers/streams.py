@@ -25,7 +25,13 @@ DEBUG = ("--enable-debug", "--enable-test-hooks", "--admin-api-key=root",
 
 
 def prompt_of(length: int, seed: int) -> list[int]:
+    """Ids of bytes, different between seeds from the first one on."""
     return [3 + (seed * 101 + index * 31 + index // 7) % 250 for index in range(length)]
+
+
+def text_ids(text: str) -> list[int]:
+    """The stand-in's tokens are bytes behind three specials."""
+    return [byte + 3 for byte in text.encode()]
 
 
 @contextmanager
@@ -110,6 +116,13 @@ def idle(served: Served) -> bool:
     """Nothing is open, here or at any node."""
     found = ledger(served)["gateway"]
     return not (found["requests"] or any(link["requests"] for link in found["links"]))
+
+
+def nodes_idle(served: Served) -> bool:
+    """Whether the nodes report that nothing runs, waits or is held."""
+    return all(
+        served.metric(f"kvferry_num_requests_{state}") == 0 for state in ("running", "waiting")
+    )
 
 
 def clear_faults(served: Served, node: str) -> bool:
