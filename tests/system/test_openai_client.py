@@ -5,16 +5,18 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import openai
 import pytest
-from openai.types import Completion, CompletionUsage
-from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessageParam
 
 from kvferry.kernels.engines.standin import StandinConfig, standin_reply
 from kvferry.tests.rigs.servers.served import Served
 from kvferry.tests.rigs.servers.streams import nodes_idle, text_ids
+
+if TYPE_CHECKING:  # whoever needs it imports it: it takes long
+    import openai
+    from openai.types import CompletionUsage
+    from openai.types.chat import ChatCompletionMessageParam
 
 MODEL = "standin"
 HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Say hi."}]
@@ -22,6 +24,8 @@ HELLO: list[ChatCompletionMessageParam] = [{"role": "user", "content": "Say hi."
 
 @pytest.fixture
 def client(served: Served) -> Iterator[openai.OpenAI]:
+    import openai
+
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="unused", max_retries=0) as made:
         yield made
 
@@ -126,6 +130,8 @@ def test_a_stream_equals_the_plain_answer(client: openai.OpenAI) -> None:
 
 def check_chunks(chunks: list[dict[str, Any]], n: int, *, asked: bool, steady: bool) -> None:
     """Everything that clients rely on in the chunks of one chat stream."""
+    from openai.types.chat import ChatCompletionChunk
+
     for chunk in chunks:
         # The generated types, without the leniency of the client's own construction.
         ChatCompletionChunk.model_validate(chunk, strict=True)
@@ -161,6 +167,8 @@ def check_chunks(chunks: list[dict[str, Any]], n: int, *, asked: bool, steady: b
 def test_every_chunk_is_what_the_types_say(
     served: Served, n: int, options: dict[str, bool] | None, more: dict[str, Any]
 ) -> None:
+    from openai.types.chat import ChatCompletion
+
     common = {"messages": HELLO, "n": n, "seed": 3, "max_tokens": 12, **more}
     body = common | {"stream": True, "stream_options": options}
     lines = served.post("/v1/chat/completions", body).text.split("\n\n")
@@ -183,6 +191,8 @@ def test_every_chunk_is_what_the_types_say(
 
 @pytest.mark.C8
 def test_chunks_of_completions_are_what_the_types_say(served: Served) -> None:
+    from openai.types import Completion
+
     body = {"prompt": ["ab", "c"], "n": 2, "max_tokens": 6, "logprobs": 2, "seed": 5}
     whole = served.post("/v1/completions", body).json()
     Completion.model_validate(whole, strict=True)
@@ -273,6 +283,8 @@ def test_completions_with_ids_and_text(client: openai.OpenAI) -> None:
 
 @pytest.mark.C5
 def test_errors_are_the_classes_that_users_catch(client: openai.OpenAI) -> None:
+    import openai
+
     with pytest.raises(openai.NotFoundError) as unknown:
         client.chat.completions.create(model="nobody", messages=HELLO)
     assert unknown.value.code == "model_not_found"
