@@ -40,7 +40,7 @@ from kvferry.bench.serve.tiers import (
 )
 from kvferry.bench.serve.verdicts import Results, judge
 from kvferry.bench.server import Arrangement, ServerFailed, explain, running
-from kvferry.bench.store_speed import SMOLLM2_BLOCK_BYTES, judge_load
+from kvferry.bench.store_speed import SMOLLM2_BLOCK_BYTES, judge_fetch
 from kvferry.bench.store_speed import measure as measure_store
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.process.cores import available_cores
@@ -208,7 +208,7 @@ def main(argv: Sequence[str]) -> int:
     if tiers is not None:
         verdicts += judge_tiers(tiers, run.plan.conversations[1])
     if store is not None:
-        verdicts.append(judge_load(store))
+        verdicts.append(judge_fetch(store))
     conditions = Conditions(
         command(config), run.model, config.seed, run.client_core, run.others,
         run.arrangements, config.quick,

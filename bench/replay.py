@@ -5,7 +5,7 @@
 Owns the traces' format, the capacities and the table; the store is the real one, arena, segments
 and files, without sockets and threads. Tokens are kept and bytes are scaled: a block's payload has
 `PAYLOAD_BYTES`, whatever its length in tokens. A block counts as a hit only while every earlier
-block of its request is one, is loaded, and is verified.
+block of its request is one, is fetched, and is verified.
 
 `ram` is a store whose arena holds the capacity. `disk` has a disk cap of the capacity in records
 and an arena of an eighth of it; every record, dead or alive, counts against the cap.
@@ -127,17 +127,17 @@ class Replay:
         return self._memory[slot * PAYLOAD_BYTES : (slot + 1) * PAYLOAD_BYTES]
 
     def run(self, requests: Sequence[Sequence[bytes]]) -> float:
-        """Loads what there is of each request and puts the rest; the hit ratio."""
+        """Fetches what there is of each request and puts the rest; the hit ratio."""
         hits = 0
         for keys in requests:
-            loaded = self._load(keys)
-            hits += loaded
-            self._put(keys, loaded)
+            fetched = self._fetch(keys)
+            hits += fetched
+            self._put(keys, fetched)
         self._disk()
         self.tiers.check()
         return hits / sum(map(len, requests))
 
-    def _load(self, keys: Sequence[bytes]) -> int:
+    def _fetch(self, keys: Sequence[bytes]) -> int:
         self._number += 1
         window = max(1, self.tiers.host.num_slots // 4)
         deadline = self._now + 60.0
@@ -146,19 +146,19 @@ class Replay:
         )
         assert handed is not None
         waiting: list[HandedOut] = [handed]
-        loaded = 0
+        fetched = 0
         while True:
             while waiting:
                 now = waiting.pop(0)
                 for block in now.blocks:
                     assert checksum(bytes(self._view(block.slot))) == block.checksum
-                loaded += len(now.blocks)
+                fetched += len(now.blocks)
                 if now.blocks:
                     count = len(now.blocks)
                     more = self.tiers.fetches.took("node", self._number, count, self._now)
                     waiting += [more] if more else []
                 if now.ended:
-                    return loaded
+                    return fetched
             waiting += self._disk() or self.tiers.tick(self._now)
 
     def _put(self, keys: Sequence[bytes], start: int) -> None:

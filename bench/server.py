@@ -90,7 +90,7 @@ class Server:
     def wait_written(self, seconds: float) -> float:
         """Until the store has nothing left to write; bytes of a block in its memory.
 
-        The nodes are given a moment before: a block is offered when it is done.
+        The nodes are given a moment before: a block is put when it is done.
         """
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:

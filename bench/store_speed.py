@@ -3,7 +3,7 @@
     python -m kvferry.bench.store_speed [--block-bytes N] [--blocks N] [--dir DIR]
 
 Starts a real store and is its only node: one thread copies, verification included, payload bytes
-only. Every figure is the median of its rounds; memcpy and the load are measured in turns, because
+only. Every figure is the median of its rounds; memcpy and the fetch are measured in turns, because
 other work on the machine moves both. Copying out of shared memory is slower than between private
 memory where the kernel gives huge pages to the second only, so both are shown. The page cache is
 dropped with `posix_fadvise` for the cold disk; a file system that ignores it shows the same figure
@@ -41,7 +41,7 @@ SMOLLM2_BLOCK_BYTES = 368_640
 """16 tokens of SmolLM2-135M in bfloat16."""
 LIMIT_S = 300.0
 FLOOR = 0.5
-"""Of memcpy out of shared memory: a load from memory that is slower fails."""
+"""Of memcpy out of shared memory: a fetch from memory that is slower fails."""
 
 Pool = NDArray[np.uint8]
 
@@ -158,7 +158,7 @@ def checksums(pool: Pool) -> None:
 
 
 def measure(folder: Path, block_bytes: int, blocks: int) -> dict[str, float]:
-    """All figures in bytes a second, and the load's part of memcpy."""
+    """All figures in bytes a second, and the fetch's part of memcpy."""
     pool = np.random.default_rng(0).integers(0, 256, (blocks, block_bytes), dtype=np.uint8)
     other = np.zeros_like(pool)
     size = pool.nbytes
@@ -175,24 +175,24 @@ def measure(folder: Path, block_bytes: int, blocks: int) -> dict[str, float]:
     shared[:] = pool
     for _ in range(ROUNDS):
         copy = rate(size, lambda: memcpy(shared, other))
-        load = rate(size, lambda: node.fetch(keys))
+        fetch = rate(size, lambda: node.fetch(keys))
         note("memcpy", rate(size, lambda: memcpy(pool, other)))
         note("memcpy, shared memory", copy)
         note("checksum", rate(size, lambda: checksums(pool)))
-        note("load host", load)
-        note("load of memcpy", load / copy)
+        note("fetch host", fetch)
+        note("fetch of memcpy", fetch / copy)
     node.close(kill=True)
     inline = Node(folder, pool, "inline")
     inline.fetch(keys)
     for _ in range(3):
-        note("load host, inline", rate(size, lambda: inline.fetch(keys)))
+        note("fetch host, inline", rate(size, lambda: inline.fetch(keys)))
     inline.close(kill=True)
-    for name in ("load disk, page cache", "load disk, dropped"):
+    for name in ("fetch disk, page cache", "fetch disk, dropped"):
         for _ in range(3):
             if name.endswith("dropped"):
                 drop_page_cache(folder)
             node = Node(folder, pool, "arena")
-            note(name, _timed_load(node, size, keys))
+            note(name, _timed_fetch(node, size, keys))
             node.close(kill=True)
     return {name: statistics.median(values) for name, values in figures.items()}
 
@@ -202,18 +202,18 @@ def checksum_cost(figures: Mapping[str, float]) -> float:
     return figures["memcpy, shared memory"] / figures["checksum"]
 
 
-def judge_load(figures: Mapping[str, float]) -> Verdict:
-    """A load out of host memory, verification included, beside a plain copy."""
-    took = 1 / figures["load of memcpy"]
-    return Verdict("time of a load from the host tier / of a plain copy", took, 1 / FLOOR)
+def judge_fetch(figures: Mapping[str, float]) -> Verdict:
+    """A fetch out of host memory, verification included, beside a plain copy."""
+    took = 1 / figures["fetch of memcpy"]
+    return Verdict("time of a fetch from the host tier / of a plain copy", took, 1 / FLOOR)
 
 
-def _timed_load(node: Node, size: int, keys: list[bytes]) -> float:
+def _timed_fetch(node: Node, size: int, keys: list[bytes]) -> float:
     return rate(size, lambda: node.fetch(keys))
 
 
 def main() -> int:
-    """Prints the figures; the status is 1 when loading is slower than it must be."""
+    """Prints the figures; the status is 1 when fetching is slower than it must be."""
     parser = argparse.ArgumentParser(prog="python -m kvferry.bench.store_speed")
     parser.add_argument("--block-bytes", type=int, default=SMOLLM2_BLOCK_BYTES)
     parser.add_argument("--blocks", type=int, default=400)
@@ -222,10 +222,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(dir=asked.dir) as folder:
         figures = measure(Path(folder), asked.block_bytes, asked.blocks)
     for name, value in figures.items():
-        shown = f"{100 * value:6.1f} %" if name == "load of memcpy" else f"{value / 1e9:6.2f} GB/s"
+        shown = f"{100 * value:6.1f} %" if name == "fetch of memcpy" else f"{value / 1e9:6.2f} GB/s"
         print(f"{name:<24} {shown}")
     print(f"{'checksum costs':<24} {100 * checksum_cost(figures):6.1f} % of a copy's time")
-    return 0 if judge_load(figures).holds else 1
+    return 0 if judge_fetch(figures).holds else 1
 
 
 if __name__ == "__main__":

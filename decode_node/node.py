@@ -25,7 +25,7 @@ from kvferry.decode_node.scheduler import DecodeScheduler, Limits
 from kvferry.decode_node.stepper import Filled, Stepper, filled
 from kvferry.kernels.engine import Engine
 from kvferry.kvstore.client.client import StoreClient
-from kvferry.kvstore.client.connector import LEAST_PATIENCE_S, UNMEASURED_S, Loaded
+from kvferry.kvstore.client.connector import LEAST_PATIENCE_S, UNMEASURED_S, Fetched
 from kvferry.kvstore.keys import matchable_blocks
 from kvferry.kvstore.node.compute import ComputeNode, StepClock
 from kvferry.kvstore.node.debug import DebugSwitches
@@ -43,7 +43,7 @@ IDLE_INTAKE_SECONDS = 0.05
 PREFILL_TOKENS = 64
 """A step of at least so many tokens says how fast prompts are computed."""
 
-AWAITING = (Phase.LOADING, Phase.RECEIVING)
+AWAITING = (Phase.FETCHING, Phase.RECEIVING)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class DecodeLimits:
     forced_ids: bool
     """Whether requests may say which ids to emit (a test hook)."""
     load_patience_s: float = LEAST_PATIENCE_S
-    """The least that a load from the store gets."""
+    """The least that a fetch from the store gets."""
 
 
 class DecodeNode(ComputeNode[Sequence]):
@@ -124,7 +124,7 @@ class DecodeNode(ComputeNode[Sequence]):
         self.receive()
         intake = INTAKE_SECONDS if self._runnable else IDLE_INTAKE_SECONDS
         self.receiver.receive(intake)
-        self.loader.turn(intake)
+        self.connector.turn(intake)
         now = self._clock()
         self.receiver.tick(now)
         self.requests.expire(now)
@@ -174,7 +174,7 @@ class DecodeNode(ComputeNode[Sequence]):
             self.requests.reject(request, "shutting_down", "this node ends")
 
     def sockets(self) -> Iterable[zmq.Socket[bytes] | int]:
-        return (*self.receiver.links.sockets(), *self.loader.sockets)
+        return (*self.receiver.links.sockets(), *self.connector.sockets)
 
     # -- running --------------------------------------------------------------------------------
 
@@ -191,34 +191,34 @@ class DecodeNode(ComputeNode[Sequence]):
             self._load(sequence)
 
     def _load(self, sequence: Sequence) -> None:
-        """What the store has is loaded first, as long as that is quicker than computing it."""
+        """What the store has is fetched first, as long as that is quicker than computing it."""
         last = matchable_blocks(len(sequence.tokens), self._block_size) if self._reuse else 0
         first = sequence.computed // self._block_size
         tokens = (last - first) * self._block_size
         compute_s = self._prefill_clock.predict(tokens) or UNMEASURED_S * tokens
         keys, blocks = sequence.keys[:last], sequence.blocks
-        if self.loader.begin(sequence, keys, first, blocks, compute_s):
-            sequence.phase = Phase.LOADING
+        if self.connector.fetch(sequence, keys, first, blocks, compute_s):
+            sequence.phase = Phase.FETCHING
         else:
             self._choose_prefill(sequence)
 
-    def block_loaded(self, sequence: Sequence, index: int) -> None:
+    def block_fetched(self, sequence: Sequence, index: int) -> None:
         self.pool.commit(sequence.blocks[index], sequence.keys[index])
 
-    def load_ended(self, sequence: Sequence, loaded: Loaded) -> None:
-        sequence.computed = loaded.reached * self._block_size
+    def fetch_ended(self, sequence: Sequence, fetched: Fetched) -> None:
+        sequence.computed = fetched.reached * self._block_size
         sequence.phase = Phase.PREFILLING
-        sequence.sources.loaded(loaded.first, loaded.reached, loaded.disk)
+        sequence.sources.fetched(fetched.first, fetched.reached, fetched.disk)
         if not sequence.request.timeline.first_token:
-            sequence.request.timeline.load_s += loaded.seconds
+            sequence.request.timeline.load_s += fetched.seconds
         self._choose_prefill(sequence)
 
     def _cancel(self, sequence: Sequence) -> None:
         """Nothing more shall come for it: its blocks are reused at once."""
         self.receiver.cancel(sequence)
-        loaded = self.loader.cancel(sequence)
-        if loaded is not None:
-            sequence.sources.loaded(loaded.first, loaded.reached, loaded.disk)
+        fetched = self.connector.cancel(sequence)
+        if fetched is not None:
+            sequence.sources.fetched(fetched.first, fetched.reached, fetched.disk)
 
     def _preempted(self, sequence: Sequence) -> None:
         self._cancel(sequence)
@@ -258,7 +258,7 @@ class DecodeNode(ComputeNode[Sequence]):
         """Gives blocks that are whole to the store."""
         if self._reuse:
             tenant = one.request.message.tenant
-            self.loader.offer(tenant, one.parent, one.first, one.keys, one.blocks)
+            self.connector.put(tenant, one.parent, one.first, one.keys, one.blocks)
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -274,7 +274,7 @@ class DecodeNode(ComputeNode[Sequence]):
                 self.receiver.transfers.num_landed,
                 len(running),
                 self.receiver.heard,
-                self.loader.num_landed,
+                self.connector.num_landed,
             ),
             reason=f"{len(receiving)} sequences wait for blocks, {len(waiting)} for admission; "
             f"the first needs {head} of {self.pool.num_available} free blocks",
@@ -302,7 +302,7 @@ class DecodeNode(ComputeNode[Sequence]):
             "requests": len(self.requests),
             "sequences": Counter(one.phase.value for one in running + self.scheduler.waiting),
             "transfers": Counter(one.state.value for one in self.receiver.transfers.all()),
-            "loads": self.loader.num_loading,
+            "fetches": self.connector.num_fetches,
             "in_flight_bytes": self.receiver.in_flight_bytes,
             "queued": len(self.scheduler.waiting),
         }

@@ -56,7 +56,7 @@ class Receiver:
     """The decode node's side of all hand-offs.
 
     `handed_back` is told of failed transfers, `to_offer` of blocks `[first, last)` of a sequence
-    that have landed and that no other node offers to the store of this one.
+    that have landed and that no other node puts into the store of this one.
     """
 
     def __init__(
@@ -241,7 +241,7 @@ class Receiver:
 
     def _is_in_store(self, transfer: Transfer[Sequence], message: Blocks | Lent) -> bool:
         """Whether what a message brought comes to our store without us: it was lent from there,
-        or the prefill node offers it there. Without a store everything is where it can be."""
+        or the prefill node puts it there. Without a store everything is where it can be."""
         ours = 0 if self._store is None else self._store.link.incarnation
         if not ours or isinstance(message, Lent):
             return True

@@ -20,17 +20,17 @@ from kvferry.kvstore.wire.server import Peer
 class Phase(Enum):
     """The life of a sequence.
 
-    WAITING ─► LOADING ─► RECEIVING ─► PREFILLING ─► DECODING ─► ENDED
+    WAITING ─► FETCHING ─► RECEIVING ─► PREFILLING ─► DECODING ─► ENDED
        │  └───────┴───────────┴────────────►┘             │
        └◄──────────────────── preempted ──────────────────┘
 
-    WAITING holds nothing. LOADING waits for blocks of the store, RECEIVING for shipped ones.
+    WAITING holds nothing. FETCHING waits for blocks of the store, RECEIVING for shipped ones.
     PREFILLING computes what is left of its tokens here, at least the last one, whose logits choose
     the next. ENDED holds nothing.
     """
 
     WAITING = "waiting"
-    LOADING = "loading"
+    FETCHING = "fetching"
     RECEIVING = "receiving"
     PREFILLING = "prefilling"
     DECODING = "decoding"
@@ -190,7 +190,7 @@ class BlockSources:
         if self.asked is None and not self.counted:
             self.device = self.counted = reached
 
-    def loaded(self, first: int, reached: int, disk: int) -> None:
+    def fetched(self, first: int, reached: int, disk: int) -> None:
         """Blocks `[first, reached)` came from the store, so many of them from its disk.
 
         Once a prefill node was asked, what it had not had before may be in the store by this

@@ -57,7 +57,7 @@ class Transfer(Generic[Owner]):
     landed: set[int] = field(default_factory=set)
     complete: Complete | None = None
     accepted: Accepted | None = None
-    """What the prefill node had of them already, and which store it offers them to."""
+    """What the prefill node had of them already, and which store it puts them into."""
     finished_at: float = 0.0
     """When the prefill node's last chunk ended, on our clock."""
     bytes_received: int = 0

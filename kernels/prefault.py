@@ -1,7 +1,7 @@
 """Memory that is there before it is used.
 
 Owns how far the pages of one buffer are mapped. The first touch of a page costs more than copying
-it, much more where a hypervisor has to find the memory first, and a block that is loaded would pay
+it, much more where a hypervisor has to find the memory first, and a block that is fetched would pay
 for all of its pages. It knows nothing of what lies in the buffer, and does nothing unasked.
 """
 

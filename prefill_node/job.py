@@ -68,7 +68,7 @@ class Job:
     tenant: bytes = b""
     store: int = 0
     """Incarnation of the store whose arena the receiver has mapped."""
-    loading: bool = False
+    fetching: bool = False
     """Blocks of it are on their way from the store: nothing of it is computed yet."""
     started_at: float = 0.0
     finished_at: float = 0.0

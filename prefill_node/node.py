@@ -17,7 +17,7 @@ from collections.abc import Callable
 
 from kvferry.kernels.engine import Batch, Engine, Span
 from kvferry.kvstore.client.client import StoreClient
-from kvferry.kvstore.client.connector import LEAST_PATIENCE_S, UNMEASURED_S, Loaded
+from kvferry.kvstore.client.connector import LEAST_PATIENCE_S, UNMEASURED_S, Fetched
 from kvferry.kvstore.node.compute import ComputeNode
 from kvferry.kvstore.node.debug import DebugSwitches
 from kvferry.kvstore.tiers.device import BlockPool
@@ -103,7 +103,7 @@ class PrefillNode(ComputeNode[Job]):
         """Everything but computing; also called between two layers."""
         self.receive()
         self._releases_seen = self.pool.releases
-        self.loader.turn(INTAKE_SECONDS)
+        self.connector.turn(INTAKE_SECONDS)
         for peer, transfer, epoch in self.lending.tick():
             # The last word of it may have been lost: who does not want it any more aborts it.
             self._server.send(peer, Progress(transfer, epoch, True, 0))
@@ -116,7 +116,7 @@ class PrefillNode(ComputeNode[Job]):
 
     @property
     def can_compute(self) -> bool:
-        computes = any(job.remaining and not job.loading for job in self.scheduler.running)
+        computes = any(job.remaining and not job.fetching for job in self.scheduler.running)
         return computes and "prefill" not in self.debug.hold
 
     @property
@@ -179,24 +179,24 @@ class PrefillNode(ComputeNode[Job]):
             size = self._engine.spec.block_size
             first, last = start // size, end // size
             parent = job.keys[first - 1] if first else job.root
-            self.loader.offer(job.tenant, parent, first, job.keys[first:last], blocks[first:last])
+            self.connector.put(job.tenant, parent, first, job.keys[first:last], blocks[first:last])
 
     def _load(self, job: Job) -> None:
         """The store may have what comes before the blocks that are wanted, and more."""
         first = job.computed // self._engine.spec.block_size
         keys = job.keys if self.scheduler.reuse else []
         seconds = self._step_clock.predict(job.remaining) or UNMEASURED_S * job.remaining
-        job.loading = self.loader.begin(job, keys, first, job.blocks, seconds)
-        if not job.loading:
+        job.fetching = self.connector.fetch(job, keys, first, job.blocks, seconds)
+        if not job.fetching:
             self._accepted(job)
 
-    def block_loaded(self, job: Job, index: int) -> None:
-        self.scheduler.loaded(job, index)
+    def block_fetched(self, job: Job, index: int) -> None:
+        self.scheduler.fetched(job, index)
 
-    def load_ended(self, job: Job, loaded: Loaded) -> None:
-        job.loading = False
-        job.prefix = loaded.reached
-        job.from_host, job.from_disk = loaded.host, loaded.disk
+    def fetch_ended(self, job: Job, fetched: Fetched) -> None:
+        job.fetching = False
+        job.prefix = fetched.reached
+        job.from_host, job.from_disk = fetched.host, fetched.disk
         self._accepted(job)
 
     # -- the hand-off ---------------------------------------------------------------------------
@@ -229,7 +229,7 @@ class PrefillNode(ComputeNode[Job]):
         self._server.send(peer, TransferAborted(transfer, epoch, "asked"))
 
     def _abort(self, job: Job) -> None:
-        self.loader.cancel(job)
+        self.connector.cancel(job)
         self.scheduler.abort(job)
 
     def _probed(self, peer: Peer, transfer: int, epoch: int) -> None:
@@ -243,7 +243,7 @@ class PrefillNode(ComputeNode[Job]):
     def _accepted(self, job: Job) -> None:
         job.finished_at = self._clock()
         wait = self._step_clock.predict(self.scheduler.tokens_ahead(job)) if job.remaining else 0.0
-        store = self.loader.offers_to if self.scheduler.reuse else 0
+        store = self.connector.puts_to if self.scheduler.reuse else 0
         self._server.send(
             job.peer,
             Accepted(job.number, job.epoch, job.prefix, wait, store, job.from_host, job.from_disk),
@@ -265,7 +265,7 @@ class PrefillNode(ComputeNode[Job]):
                 self._layers,
                 self.counters["shipped_bytes"],
                 len(running),
-                self.loader.num_landed,
+                self.connector.num_landed,
             ),
             reason=f"{len(running)} transfers are accepted, {len(waiting)} wait for it; "
             f"the first needs up to {head} of {self.pool.num_available} free blocks",
@@ -279,7 +279,7 @@ class PrefillNode(ComputeNode[Job]):
             "transfers": Counter(job.state.value for job in running + waiting),
             "outbox_blocks": sum(max(0, job.computed // size - job.sent) for job in running),
             "queued": len(waiting),
-            "loads": self.loader.num_loading,
+            "fetches": self.connector.num_fetches,
             "lent": self.lending.num_lent,
         }
 

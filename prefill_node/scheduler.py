@@ -92,9 +92,9 @@ class PrefillScheduler:
         """Tokens that other running jobs still have to compute."""
         return sum(other.remaining for other in self.running if other is not job)
 
-    # -- loading ---------------------------------------------------------------------------------
+    # -- fetching ---------------------------------------------------------------------------------
 
-    def loaded(self, job: Job, index: int) -> None:
+    def fetched(self, job: Job, index: int) -> None:
         """A block of it came from the store."""
         job.computed = (index + 1) * self.block_size
         if self.reuse:
@@ -106,7 +106,7 @@ class PrefillScheduler:
         """The chunks of the next pass; tell `computed` or `abandoned` when it is over."""
         budget = self.max_num_batched_tokens
         chunks = []
-        jobs = [job for job in self.running if job.remaining and not job.loading]
+        jobs = [job for job in self.running if job.remaining and not job.fetching]
         for job in sorted(jobs, key=lambda job: urgency(job.remaining, now - job.arrived)):
             end = chunk_end(job.computed, budget, len(job.tokens))
             if end > job.computed:

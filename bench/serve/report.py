@@ -231,11 +231,11 @@ def _tiers(results: TierResults) -> str:
 
 
 def _store(figures: Mapping[str, float]) -> str:
-    rows = [(name, f"{it / 1e9:.2f}") for name, it in figures.items() if name != "load of memcpy"]
+    rows = [(name, f"{it / 1e9:.2f}") for name, it in figures.items() if name != "fetch of memcpy"]
     return (
-        "One thread of one node puts and loads blocks, each one verified; medians. *memcpy* is "
+        "One thread of one node puts and fetches blocks, each one verified; medians. *memcpy* is "
         "a plain copy of the same blocks. A checksum costs "
-        f"{100 * checksum_cost(figures):.0f} % of a copy's time out of shared memory; a load from "
-        f"the host tier reaches {100 * figures['load of memcpy']:.0f} % of that copy.\n\n"
+        f"{100 * checksum_cost(figures):.0f} % of a copy's time out of shared memory; a fetch from "
+        f"the host tier reaches {100 * figures['fetch of memcpy']:.0f} % of that copy.\n\n"
         + table(("", "GB/s"), rows)
     )

@@ -51,7 +51,7 @@ async def clear(
     cleared: list[tuple[Json, Json]] = []
     rows: list[Json] = []
     absent: list[str] = []
-    # The stores first: what a node has forgotten it would load from there again.
+    # The stores first: what a node has forgotten it would fetch from there again.
     if "store" in tiers:
         cleared = await _ask_stores(nodes, "clear", "Not every cache was cleared", tenant=whose)
     if "device" in tiers:

@@ -31,7 +31,7 @@ LEAST_PATIENCE_S = 0.25
 """What a fetch gets even if computing would take no time."""
 UNMEASURED_S = 0.002
 """What computing a token is taken to cost before any was computed."""
-MAX_OFFERED = 4096
+MAX_PUTS_WAITING = 4096
 """Finished blocks that may wait for the store to have room; what comes then is dropped."""
 PATIENCE = 0.25
 """What a fetch gets of the time that computing its blocks would take."""
@@ -45,7 +45,7 @@ class BlockBytes(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class Fetched:
     """What a fetch came to: blocks `[first, reached)`, by the tier they lay in."""
 
     first: int
@@ -76,7 +76,7 @@ class _Waiting(Generic[Owner]):
     began: float
 
 
-class Loader(Generic[Owner]):
+class Connector(Generic[Owner]):
     """`landed` is told of every verified block by its index, `ended` once a fetch is over."""
 
     def __init__(
@@ -86,7 +86,7 @@ class Loader(Generic[Owner]):
         pool: BlockPool,
         *,
         landed: Callable[[Owner, int], None],
-        ended: Callable[[Owner, Loaded], None],
+        ended: Callable[[Owner, Fetched], None],
         clock: Callable[[], float] = time.monotonic,
         least_patience_s: float = LEAST_PATIENCE_S,
     ) -> None:
@@ -100,7 +100,7 @@ class Loader(Generic[Owner]):
         self._clock = clock
         self._least_patience_s = least_patience_s
         self._finished: deque[_Finished] = deque()
-        self.num_offered = 0
+        self.num_puts_waiting = 0
         """Finished blocks that wait for the store to take them."""
         self._num_dropped = 0
         self._close_by: float | None = None
@@ -109,7 +109,7 @@ class Loader(Generic[Owner]):
 
     # -- fetching ---------------------------------------------------------------------------------
 
-    def begin(
+    def fetch(
         self,
         owner: Owner,
         keys: Sequence[bytes],
@@ -159,16 +159,16 @@ class Loader(Generic[Owner]):
         self._bytes_of.write(block, view)
         return self._bytes_of.read(block)
 
-    def _outcome(self, waiting: _Waiting[Owner]) -> Loaded:
+    def _outcome(self, waiting: _Waiting[Owner]) -> Fetched:
         fetch, seconds = waiting.fetch, self._clock() - waiting.began
         reached = fetch.first + fetch.taken
-        return Loaded(fetch.first, reached, fetch.from_host, fetch.from_disk, seconds)
+        return Fetched(fetch.first, reached, fetch.from_host, fetch.from_disk, seconds)
 
     @property
-    def num_loading(self) -> int:
+    def num_fetches(self) -> int:
         return len(self._waiting)
 
-    def cancel(self, owner: Owner) -> Loaded | None:
+    def cancel(self, owner: Owner) -> Fetched | None:
         """The owner wants nothing more; its blocks may be reused at once. What it got by then."""
         waiting = self._waiting.pop(id(owner), None)
         if waiting is None or self.store is None:
@@ -179,25 +179,25 @@ class Loader(Generic[Owner]):
 
     # -- putting ----------------------------------------------------------------------------------
 
-    def offer(
+    def put(
         self, tenant: bytes, parent: bytes, depth: int, keys: Sequence[bytes], blocks: Sequence[int]
     ) -> None:
         """Puts finished blocks of a chain into the store: now, or while they are in the pool."""
         store = self.store
         if store is None or not keys:
             return
-        if store.link.attached is None or self.num_offered + len(keys) > MAX_OFFERED:
+        if store.link.attached is None or self.num_puts_waiting + len(keys) > MAX_PUTS_WAITING:
             self._num_dropped += len(keys)
             return
         self._finished.append(_Finished(tenant, parent, depth, keys, blocks))
-        self.num_offered += len(keys)
+        self.num_puts_waiting += len(keys)
         self._put_finished(store)
 
     def _put_finished(self, store: StoreClient) -> None:
         """Puts what waits, as far as the store has room. Without a store it is dropped."""
         while self._finished and (store.puts.stock or store.link.attached is None):
             one = self._finished.popleft()
-            self.num_offered -= len(one.keys)
+            self.num_puts_waiting -= len(one.keys)
             held = 0
             while held < len(one.blocks) and self._pool.holds(one.blocks[held], one.keys[held]):
                 held += 1
@@ -212,14 +212,14 @@ class Loader(Generic[Owner]):
             self._finished.appendleft(
                 _Finished(one.tenant, one.keys[done - 1], one.depth + done, *rest)
             )
-            self.num_offered += left
+            self.num_puts_waiting += left
 
     def _read(self, blocks: Sequence[int], index: int) -> bytes | memoryview:
         return self._bytes_of.read(blocks[index])
 
     @property
-    def offers_to(self) -> int:
-        """Incarnation of the store that gets what is offered now; 0: none does."""
+    def puts_to(self) -> int:
+        """Incarnation of the store that gets what is put now; 0: none does."""
         return 0 if self.store is None else self.store.link.incarnation
 
     def deliver(self) -> None:
@@ -244,7 +244,9 @@ class Loader(Generic[Owner]):
             poller.poll(max(1, int(1e3 * (self._close_by - self._clock()))))
             store.turn()
         if self._finished:
-            log.warning("%d finished blocks are lost: the store took too long", self.num_offered)
+            log.warning(
+                "%d finished blocks are lost: the store took too long", self.num_puts_waiting
+            )
 
     # -- the loop ---------------------------------------------------------------------------------
 
@@ -254,7 +256,7 @@ class Loader(Generic[Owner]):
         return [] if self.store is None else self.store.link.sockets
 
     @property
-    def links(self) -> list[Client]:
+    def clients(self) -> list[Client]:
         """For the ledger and for faults."""
         client = None if self.store is None else self.store.link.client
         return [] if client is None else [client]
@@ -265,7 +267,8 @@ class Loader(Generic[Owner]):
         if self.store is None:
             return {}
         counts = {f"store_{name}": float(count) for name, count in self.store.counters.items()}
-        return {**counts, "store_offers_dropped": float(self._num_dropped)}
+        # Not what `Puts` has dropped: some of that is put again.
+        return {**counts, "store_puts_dropped": float(self._num_dropped)}
 
     def close(self) -> None:
         """Lets go of the store. What was not put by then is dropped: see `deliver`."""

@@ -1,7 +1,7 @@
 """A node's link to the store: it attaches and maps the arena, and does so again after a death.
 
 Owns the link, the mapping and the copy of one block into or out of a slot. It knows the store of
-the moment by its incarnation, and nothing of what is put or loaded there.
+the moment by its incarnation, and nothing of what is put or fetched there.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What prefill and decode nodes have in common beside their loop: a pool, and a store to load from.
+"""What prefill and decode nodes have in common beside their loop: a pool, a store to fetch from.
 
 Owns the rule by which such a node sleeps, what it prepares in idle moments, the reset of its prefix
 cache and its last words. It measures how fast tokens are computed, and notices a standstill. What
@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 import zmq
 
 from kvferry.kvstore.client.client import StoreClient
-from kvferry.kvstore.client.connector import BlockBytes, Loaded, Loader
+from kvferry.kvstore.client.connector import BlockBytes, Connector, Fetched
 from kvferry.kvstore.node.debug import DebugSwitches
 from kvferry.kvstore.node.loop import IDLE_POLL_MS, NodeLoop
 from kvferry.kvstore.tiers.device import BlockPool
@@ -112,12 +112,12 @@ class ComputeNode(NodeLoop, Generic[Owner]):
     ) -> None:
         super().__init__(server, clock, debug, pool)
         self.pool = pool
-        self.loader: Loader[Owner] = Loader(
+        self.connector: Connector[Owner] = Connector(
             store,
             engine,
             pool,
-            landed=self.block_loaded,
-            ended=self.load_ended,
+            landed=self.block_fetched,
+            ended=self.fetch_ended,
             clock=clock,
             least_patience_s=load_patience_s,
         )
@@ -136,11 +136,11 @@ class ComputeNode(NodeLoop, Generic[Owner]):
         """Whether the next turn has something to compute."""
 
     @abstractmethod
-    def block_loaded(self, owner: Owner, index: int) -> None:
+    def block_fetched(self, owner: Owner, index: int) -> None:
         """A block came from the store, verified, into the owner's block of this index."""
 
     @abstractmethod
-    def load_ended(self, owner: Owner, loaded: Loaded) -> None:
+    def fetch_ended(self, owner: Owner, fetched: Fetched) -> None:
         """The store sends nothing more for it."""
 
     # -- the loop -------------------------------------------------------------------------------
@@ -162,16 +162,16 @@ class ComputeNode(NodeLoop, Generic[Owner]):
         return 0 if prepared else IDLE_POLL_MS
 
     def sockets(self) -> Iterable[zmq.Socket[bytes] | int]:
-        return self.loader.sockets
+        return self.connector.sockets
 
     def finish(self, timeout: float) -> None:
         """Gives the store what it has not yet, and peers a moment to read what was sent."""
-        self.loader.deliver()
+        self.connector.deliver()
         self._server.flush(FLUSH_SECONDS)
 
     def close(self) -> None:
         """Closes the links to others."""
-        self.loader.close()
+        self.connector.close()
 
     # -- state ----------------------------------------------------------------------------------
 
@@ -190,10 +190,10 @@ class ComputeNode(NodeLoop, Generic[Owner]):
         """All that is counted here, by metric stem."""
         return {
             **self.counters,
-            **self.loader.counters,
+            **self.connector.counters,
             "stalls": self.stall_watch.stalls,
             **self.socket_counters(),
         }
 
     def clients(self) -> list[Client]:
-        return self.loader.links
+        return self.connector.clients

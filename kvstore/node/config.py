@@ -38,7 +38,7 @@ class NodeConfig(ModelRoleConfig, ServerRoleConfig):
         "auto", "how blocks travel on one host: by shared memory or in messages"
     )
     load_patience: float = flag(
-        0.25, "seconds that a load from the store gets at least", minimum=0, hidden=True, own=True
+        0.25, "seconds that a fetch from the store gets at least", minimum=0, hidden=True, own=True
     )
     name: str | None = flag(None, "what its log lines call it [decode or prefill]", own=True)
 

@@ -1,1 +1,1 @@
-"""The store's process: its members, their puts and loads, an operator's requests."""
+"""The store's process: its members, their puts and fetches, an operator's requests."""

@@ -24,7 +24,7 @@ GAUGES = {
     "quarantined_blocks": "Blocks whose slot a lost node may still write to.",
     "quarantine_spent": "1: so many that the store is not well.",
     "recovering_segments": "Files of an earlier store that are not read yet.",
-    "attached_nodes": "Nodes that put and load here.",
+    "attached_nodes": "Nodes that put and fetch here.",
 }
 
 

@@ -1,6 +1,6 @@
 """The host and disk tiers as one store: put, locate, fetch, clear, pin.
 
-Joins the arena, the loads and the disk tier, and owns the rules that concern both: what a prefix
+Joins the arena, the fetches and the disk tier, and owns the rules that concern both: what a prefix
 is, what an eviction means for the disk, what is removed where. It knows block keys and slots, never
 a socket; time is an argument and the bytes are whatever `view` shows of a slot. Jobs for the disk
 go to `submit` and come back through `disk_done`.
@@ -143,7 +143,7 @@ class TieredCache:
         None when the reader already has a fetch of this number.
         """
         if (owner, number) in self.fetches.active:
-            self.counters["loads_repeated"] += 1
+            self.counters["fetches_repeated"] += 1
             return None
         self.host.order.touch(keys)
         if self.disk is not None:
@@ -152,7 +152,7 @@ class TieredCache:
                 self.victims.forget(key)
                 if key in self.host:  # used again: now it may displace something on disk
                     self.disk.write_behind(key)
-        self.counters["loads"] += 1
+        self.counters["fetches"] += 1
         self.counters["blocks_asked"] += len(keys) - first
         fetch = ChainFetch(owner, number, keys, first, deadline, max(1, window))
         return self.fetches.start(fetch, now)
@@ -301,14 +301,14 @@ class TieredCache:
 
     @property
     def idle(self) -> bool:
-        """Nobody loads and everything is on disk that can be."""
+        """Nobody fetches and everything is on disk that can be."""
         return not self.fetches.active and (self.disk is None or self.disk.idle)
 
     def ledger(self) -> dict[str, object]:
         return {
             "arena": self.host.ledger(),
             "disk": None if self.disk is None else self.disk.ledger(),
-            "loads": len(self.fetches.active),
+            "fetches": len(self.fetches.active),
             "held": len(self._held),
             "filling": len(self._filling),
         }

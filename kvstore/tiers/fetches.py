@@ -105,7 +105,6 @@ class ChainFetches:
             self.active.pop((fetch.owner, fetch.number), None)
         if over or not fetch.ended:
             return HandedOut(fetch, blocks, "")
-        self._counters[f"loads_{fetch.ended}"] += 1
         return HandedOut(fetch, blocks, fetch.ended)
 
     def _reach(self, fetch: ChainFetch, now: float) -> int | None:
@@ -153,6 +152,7 @@ class ChainFetches:
     def _end(self, fetch: ChainFetch, reason: str) -> None:
         """Nothing more is handed out. What the reader has may still be read under its leases."""
         fetch.ended = reason
+        self._counters[f"fetches_{reason}"] += 1
         for lease in fetch.ready.values():
             self._host.release(lease)
         fetch.ready.clear()
@@ -179,7 +179,8 @@ class ChainFetches:
             for lease in fetch.leased:
                 self._host.release(lease)
             fetch.leased.clear()
-            self._end(fetch, "cancelled")
+            if not fetch.ended:
+                self._end(fetch, "cancelled")
 
     def lost(self, owner: Owner) -> None:
         """A reader is gone."""

@@ -56,10 +56,10 @@ class Accepted(Message, frozen=True, array_like=True, tag=31):
     expected_start_s: Seconds
     """Seconds until P expects to start computing."""
     store: Incarnation = 0
-    """Of the store that P offers these blocks to, however they travel. 0: to none."""
+    """Of the store that P puts these blocks into, however they travel. 0: to none."""
     host: Count = 0
     disk: Count = 0
-    """How many of the last blocks of its prefix P has only just loaded, from which tier."""
+    """How many of the last blocks of its prefix P has only just fetched, from which tier."""
 
 
 class Declined(Message, frozen=True, array_like=True, tag=32):

@@ -40,7 +40,7 @@ def stage_of(cluster: Cluster, number: int) -> str:
     transfers = cluster.decode.receiver.transfers
     transfer = next((one for one in transfers.all() if one.owner.request is request), None)
     if phases != ["receiving"] or transfer is None:
-        early = {"waiting": "waiting", "loading": "offered", "decoding": "decoding"}
+        early = {"waiting": "waiting", "fetching": "offered", "decoding": "decoding"}
         return early.get("".join(phases), "landed")
     if len(transfer.landed) == transfer.last - transfer.first:
         return "landed"

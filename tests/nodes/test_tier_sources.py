@@ -15,12 +15,12 @@ from kvferry.tests.rigs.store.cluster import DISK, ask, cluster_of, forget, sett
 
 def no_load_in_time(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """The decode node finds nothing in the store, so the prefill node has to."""
-    monkeypatch.setattr(cluster.decode.loader, "begin", lambda *asked: False)
+    monkeypatch.setattr(cluster.decode.connector, "fetch", lambda *asked: False)
 
 
 @pytest.mark.A8
 @pytest.mark.parametrize("transfer", ["auto", "inline"])
-def test_what_the_prefill_node_loads_counts_by_its_tier(
+def test_what_the_prefill_node_fetches_counts_by_its_tier(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, transfer: Transfer
 ) -> None:
     prompt, longer = prompt_of(1000), [*prompt_of(1000), *prompt_of(500, 9)]
@@ -48,7 +48,7 @@ def accepted(prefix: int, host: int = 0, disk: int = 0) -> Accepted:
 
 @pytest.mark.A8
 def test_a_transfer_that_is_asked_for_again_counts_as_what_it_was_first() -> None:
-    """The prefill node has loaded and computed for this very request before frames were lost."""
+    """The prefill node has fetched and computed for this very request before frames were lost."""
     found = BlockSources()
     found.shipped(0, 5, accepted(20, host=4, disk=10))
     assert counts(found) == {"device": 5}
@@ -62,7 +62,7 @@ def test_a_transfer_that_is_asked_for_again_counts_as_what_it_was_first() -> Non
 def test_what_both_nodes_have_loaded_is_counted_once() -> None:
     found = BlockSources()
     found.found(2)
-    found.loaded(2, 8, disk=3)
+    found.fetched(2, 8, disk=3)
     assert counts(found) == {"device": 2, "host": 3, "disk": 3}
     found.shipped(8, 20, accepted(16, host=2, disk=9))
     assert counts(found) == {"device": 2, "host": 3, "disk": 11, "prefill": 4}

@@ -45,7 +45,7 @@ def test_a_prompt_comes_back_from_the_host_tier(
 
 
 def test_a_long_new_part_is_computed_behind_a_loaded_prefix(tmp_path: Path) -> None:
-    """The prefill node has given up its blocks, too: it loads them to compute what is new."""
+    """The prefill node has given up its blocks, too: it fetches them to compute what is new."""
     with cluster_of(tmp_path) as cluster:
         prompt = prompt_of(1008)
         ask(cluster, prompt)
@@ -107,16 +107,16 @@ def test_nodes_that_end_leave_their_last_blocks_to_the_store(
         computes = cluster.prefill[0] if prefill_nodes else cluster.decode
         message = cluster.message(prompt, max_tokens=100, tenant=TENANT)
         answer = cluster.submit(message)
-        cluster.until(lambda: computes.loader.num_loading > 0)
-        cluster.until(lambda: computes.loader.num_loading == 0)
+        cluster.until(lambda: computes.connector.num_fetches > 0)
+        cluster.until(lambda: computes.connector.num_fetches == 0)
         store, cluster.store = cluster.store, None
         cluster.until(lambda: answer.ended)
         cluster.until(cluster.idle)
-        assert computes.loader.num_offered > 0
+        assert computes.connector.num_puts_waiting > 0
         cluster.store = store
         for node in reversed(cluster.nodes):
             end(cluster, node)
-        assert computes.loader.num_offered == 0
+        assert computes.connector.num_puts_waiting == 0
         cluster.until(lambda: cluster.unwritten() == 0)
     whole = (len(prompt) + 100 - 1) // 16 * 16
     with cluster_of(tmp_path, prefill_nodes, disk=DISK, transfer=transfer) as cluster:
@@ -157,7 +157,7 @@ def test_a_working_set_beyond_device_and_host_comes_from_the_disk(tmp_path: Path
 
 
 @pytest.mark.A1
-def test_no_tenant_loads_the_blocks_of_another(tmp_path: Path) -> None:
+def test_no_tenant_fetches_the_blocks_of_another(tmp_path: Path) -> None:
     with cluster_of(tmp_path) as cluster:
         prompt = prompt_of(500)
         ask(cluster, prompt)
@@ -188,7 +188,7 @@ def test_what_was_preempted_is_loaded_and_not_computed_again(tmp_path: Path) -> 
             assert answer.ids() == cluster.reply(prompt, 200)
             assert answer.cached == 0, "it is no hit to find one's own blocks"
         assert sum(answer.done.preemptions for answer in answers if answer.done) > 0
-        assert cluster.decode.loader.num_landed > 0
+        assert cluster.decode.connector.num_landed > 0
 
 
 @pytest.mark.A8
@@ -199,7 +199,7 @@ def test_a_preempted_transfer_or_load_counts_as_what_it_was(
     """Its blocks are findable afterwards, here and in the store, and so are more of its own."""
     with cluster_of(tmp_path) as cluster:
         prompt = prompt_of(3000)
-        loader, transfers = cluster.decode.loader, cluster.decode.receiver.transfers
+        connector, transfers = cluster.decode.connector, cluster.decode.receiver.transfers
         answer = cluster.submit(cluster.message(prompt, max_tokens=4, tenant=TENANT))
         cluster.until(lambda: transfers.num_landed > 40)
         cluster.decode.debug.preempt = 1
@@ -207,17 +207,17 @@ def test_a_preempted_transfer_or_load_counts_as_what_it_was(
         assert answer.done is not None and answer.done.preemptions == 1
         assert sources(answer) == {"prefill": 2992, "decode": 8}
         forget(cluster)
-        before = loader.num_landed
-        write = loader._write
+        before = connector.num_landed
+        write = connector._write
 
         def write_slowly(block: int, view: memoryview) -> bytes | memoryview:
-            time.sleep(0.002)  # so that a load takes several turns
+            time.sleep(0.002)  # so that a fetch takes several turns
             return write(block, view)
 
-        monkeypatch.setattr(loader, "_write", write_slowly)
+        monkeypatch.setattr(connector, "_write", write_slowly)
         answer = cluster.submit(cluster.message(prompt, max_tokens=4, tenant=TENANT))
-        cluster.until(lambda: loader.num_landed > before + 40)
-        assert loader.num_loading
+        cluster.until(lambda: connector.num_landed > before + 40)
+        assert connector.num_fetches
         cluster.decode.debug.preempt = 1
         cluster.until(lambda: answer.ended)
         assert answer.done is not None and answer.done.preemptions == 1
@@ -270,7 +270,7 @@ def test_a_store_that_dies_costs_only_time(tmp_path: Path) -> None:
             cluster.submit(cluster.message(prompt, max_tokens=4, tenant=TENANT))
             for prompt in prompts
         ]
-        cluster.until(lambda: cluster.decode.loader.num_landed > 10)
+        cluster.until(lambda: cluster.decode.connector.num_landed > 10)
         sizes, address = cluster.sizes, cluster.stop_store(drain=False)
         cluster.until(lambda: all(answer.ended for answer in answers), 60)
         for prompt, answer in zip(prompts, answers, strict=True):

@@ -1,4 +1,4 @@
-"""What one node ships to another through the arena of their host, and who offers it to which store.
+"""What one node ships to another through the arena of their host, and who puts it into which store.
 
 The whole hand-off with a store in one thread, over the stand-in engine.
 """
@@ -29,7 +29,7 @@ from kvferry.tests.rigs.store.cluster import (
 @pytest.mark.B9
 def test_on_one_host_a_shipment_is_a_slot(tmp_path: Path) -> None:
     with cluster_of(tmp_path) as cluster:
-        counters, store = cluster.prefill[0].counters, cluster.decode.loader.store
+        counters, store = cluster.prefill[0].counters, cluster.decode.connector.store
         for seed, length in enumerate((200, 512, 513, 1500)):
             assert sources(ask(cluster, prompt_of(length, seed)))["prefill"] > 0
         assert counters["lent_bytes"] == counters["shipped_bytes"] > 0
@@ -58,7 +58,10 @@ def test_a_small_arena_ships_the_rest_inline(tmp_path: Path) -> None:
 
 def puts(cluster: Cluster) -> dict[str, int]:
     """How many blocks each role has written into a store."""
-    stores = {"prefill": cluster.prefill[0].loader.store, "decode": cluster.decode.loader.store}
+    stores = {
+        "prefill": cluster.prefill[0].connector.store,
+        "decode": cluster.decode.connector.store,
+    }
     return {role: it.counters["puts"] for role, it in stores.items() if it is not None}
 
 
@@ -111,7 +114,7 @@ def test_after_a_restart_of_the_store_its_new_life_counts(tmp_path: Path) -> Non
         answer = cluster.submit(cluster.message(prompt, max_tokens=4, tenant=TENANT))
         cluster.until(lambda: cluster.decode.receiver.transfers.num_landed > 0)
         cluster.prefill[0].debug.hold = frozenset({"transfer"})
-        store = cluster.decode.loader.store
+        store = cluster.decode.connector.store
         assert store is not None
         sizes, address = cluster.sizes, cluster.stop_store(drain=False)
         restarted(cluster, sizes, address)

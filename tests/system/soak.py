@@ -249,7 +249,7 @@ class Soak:
 
 
 HELD = ("held", "claimed", "reserved", "requests", "queued", "in_flight_bytes", "outbox_blocks",
-        "offered", "accepted", "streaming", "aborted", "choices", "loads", "lent")  # fmt: skip
+        "offered", "accepted", "streaming", "aborted", "choices", "fetches", "lent")  # fmt: skip
 HELD_OF_ARENA = ("leased", "filling", "withdrawn", "quarantined")
 """Slots that nodes may write into are theirs as long as they live."""
 

@@ -82,7 +82,7 @@ def chat() -> Way:
 
 
 def block() -> Way:
-    """Blocks computed on P, shipped to D, put, written to disk, and loaded from there."""
+    """Blocks computed on P, shipped to D, put, written to disk, and fetched from there."""
     prompt = prompt_of(330)
     with tracing(*PRODUCT[1:]) as way, tempfile.TemporaryDirectory() as folder:
         for source in ("prefill", "disk"):  # the second time after a restart

@@ -30,7 +30,7 @@ from kvferry.tests.rigs.store.rig import (
     payload_of,
 )
 
-# -- what was put is loaded ------------------------------------------------------------------------
+# -- what was put is fetched -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("transfer", TRANSFERS)
@@ -75,7 +75,7 @@ def test_two_nodes_share_what_one_of_them_put(make_rig: MakeRig) -> None:
     fetch, _ = rig.fetch(reader, keys)
     assert fetch.taken == 12
     assert reader.puts.put(TENANT, keys[3], 4, keys[4:], lambda index: pytest.fail("read")) == 8, (
-        "what a node has just loaded it does not offer again"
+        "what a node has just fetched it does not put again"
     )
 
 
@@ -129,10 +129,11 @@ def test_what_the_store_has_no_room_for_is_dropped_and_counted(make_rig: MakeRig
     assert taken < 100 and client.counters["puts_dropped"] - before == 100 - taken
     other.fetches.cancel(fetch)
     rig.until(lambda: client.puts.stock)
+    assert rig.storage.tiers.counters["fetches_cancelled"] == 1
     assert rig.put(client, chain_keys("z", 12)) == 12, "usable again"
 
 
-# -- care ------------------------------------------------------------------------------------------
+# -- an operator's requests ------------------------------------------------------------------------
 
 
 def test_clear_pin_prefetch_and_inspect(make_rig: MakeRig) -> None:

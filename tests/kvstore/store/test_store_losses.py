@@ -48,7 +48,7 @@ def test_a_damaged_block_in_memory_ends_the_load_before_it(
     ):  # inline the frame may be what was damaged, so the store keeps its block
         assert rig.counters["host_damaged"] == 1
         assert rig.answer(client.locate(keys)) == "h" * 7
-    assert rig.storage.tiers.ledger()["loads"] == 0
+    assert rig.storage.tiers.ledger()["fetches"] == 0
 
 
 @pytest.mark.A6
@@ -321,7 +321,7 @@ def test_a_mixed_load_with_faults_leaves_nothing_behind(make_rig: MakeRig) -> No
     rig.settle()
     assert len(os.listdir("/proc/self/fd")) <= before + 1  # the segment that is appended to
     ledger: Any = rig.storage.tiers.ledger()
-    assert ledger["loads"] == ledger["held"] == ledger["filling"] == 0
+    assert ledger["fetches"] == ledger["held"] == ledger["filling"] == 0
     for place in ("leases", "withdrawn", "quarantined", "filling"):
         assert ledger["arena"][place] == 0
     assert ledger["disk"]["used_bytes"] == rig.bytes_on_disk() <= 2 << 20

@@ -197,7 +197,7 @@ def test_the_end_of_a_fetch_is_told_once_and_counted_once(tmp_path: Path) -> Non
     assert began is not None and began.ended == "complete" and len(began.blocks) == 3
     for _ in range(4):
         rig.tick(0.1)
-    assert not rig.handed and rig.counter("loads_complete") == 1
+    assert not rig.handed and rig.counter("fetches_complete") == 1
     assert rig.tiers.fetches.active, "its reader still copies"
     rig.tiers.fetches.took("r", 1, 3, rig.now)
     assert not rig.tiers.fetches.active

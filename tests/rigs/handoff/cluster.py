@@ -51,7 +51,7 @@ DECODE_LIMITS = DecodeLimits(
     load_patience_s=30.0,
 )
 PATIENCE_S = 30.0
-"""Of loads: a busy machine shall not change what is counted."""
+"""Of fetches: a busy machine shall not change what is counted."""
 
 
 @dataclass

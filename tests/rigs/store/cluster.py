@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvferry.kvstore.client.client import StoreClient, Transfer
-from kvferry.kvstore.client.connector import Loader
+from kvferry.kvstore.client.connector import Connector
 from kvferry.kvstore.keys import tenant_key
 from kvferry.kvstore.store.storage import StoreSizes
 from kvferry.tests.rigs.handoff.cluster import Answer, Cluster
@@ -49,7 +49,7 @@ def attached(cluster: Cluster) -> None:
 
 def store_clients(cluster: Cluster) -> list[StoreClient]:
     """The nodes' ends of their conversations with the store."""
-    found = [cluster.decode.loader.store, *(node.loader.store for node in cluster.prefill)]
+    found = [cluster.decode.connector.store, *(node.connector.store for node in cluster.prefill)]
     return [store for store in found if store is not None]
 
 
@@ -69,9 +69,12 @@ def ask(cluster: Cluster, prompt: list[int], tokens: int = 4) -> Answer:
 
 def settle(cluster: Cluster) -> None:
     """All that was finished is in the store, and on its disk if it has one."""
-    loaders: list[Loader[Any]] = [cluster.decode.loader, *(node.loader for node in cluster.prefill)]
-    cluster.until(lambda: not any(loader.num_offered for loader in loaders))
-    questions = [loader.store.locate([bytes(16)]) for loader in loaders if loader.store]
+    connectors: list[Connector[Any]] = [
+        cluster.decode.connector,
+        *(node.connector for node in cluster.prefill),
+    ]
+    cluster.until(lambda: not any(connector.num_puts_waiting for connector in connectors))
+    questions = [connector.store.locate([bytes(16)]) for connector in connectors if connector.store]
     # Each is answered behind everything that was put before it.
     cluster.until(lambda: all(one.answer is not None or one.lost for one in questions))
     cluster.until(lambda: cluster.unwritten() == 0)

@@ -125,7 +125,7 @@ class TiersRig:
         return len(keys) - start
 
     def read(self, keys: list[bytes], number: int, first: int = 0, window: int = 8) -> int:
-        """A whole load, blocks verified as a reader would; how many it got."""
+        """A whole fetch, blocks verified as a reader would; how many it got."""
         self.handed.clear()
         started = self.tiers.fetch(
             "reader", number, keys, first, deadline=self.now + 5, window=window, now=self.now

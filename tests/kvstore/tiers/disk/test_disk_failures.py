@@ -300,6 +300,6 @@ def test_a_directory_that_vanishes_is_made_again(tmp_path: Path) -> None:
     assert rig.bytes_on_disk() == rig.index.used == 8 * SPAN
     shutil.rmtree(folder)
     rig.tiers.host.discard(keys[3])
-    assert rig.read(keys, 1) == 3, "a block that is gone ends the load, and nothing else"
+    assert rig.read(keys, 1) == 3, "a block that is gone ends the fetch, and nothing else"
     rig.tiers.check()
     rig.files.close()

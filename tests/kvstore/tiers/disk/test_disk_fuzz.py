@@ -33,7 +33,7 @@ class Fuzz:
         self.files = StubbornFiles(folder)
         self.rig = TiersRig(folder, slots=48, cap=CAP, files=self.files)
         self.chains = [chain_keys(number, 4, str(number % 3)) for number in range(40)]
-        self.num_loads = 0
+        self.num_fetches = 0
 
     def step(self, what: str) -> None:
         rig, dice = self.rig, self.dice
@@ -81,8 +81,8 @@ class Fuzz:
             os.truncate(path, self.dice.randrange(path.stat().st_size + 1))
 
     def read(self, keys: list[bytes]) -> int:
-        self.num_loads += 1
-        return self.rig.read(keys, self.num_loads)
+        self.num_fetches += 1
+        return self.rig.read(keys, self.num_fetches)
 
     def settle(self) -> None:
         faults = self.rig.faults
