@@ -184,6 +184,28 @@ def test_what_must_not_lie_where() -> None:
     assert (ROOT / ".typing" / "kvferry").resolve() == ROOT
 
 
+def test_the_map_is_short_and_says_what_the_rooms_say() -> None:
+    text = (ROOT / "docs" / "map.md").read_text()
+    assert text.count("\n") <= 80
+    rows = dict(re.findall(r"^\| `([\w/]+)` \| (.+) \|$", text, re.MULTILINE))
+    inits = [path for name in (*MAY_IMPORT, "bench") for path in (ROOT / name).rglob("__init__.py")]
+    docstrings = {name_of(init.parent): ast.get_docstring(tree_of(init)) for init in inits}
+    assert rows.keys() - docstrings.keys() == {"kernels", "tests"}, "these two are no packages"
+    assert {name: rows.get(name) for name in docstrings} == docstrings
+
+
+PATH = re.compile(r"`((?:\w+/)*\w+\.py)`")
+
+
+def test_every_file_that_the_documents_name_exists() -> None:
+    """By its whole path, or by the end of it, as in a paragraph about one package."""
+    there = [f"/{name_of(path)}" for name in PACKAGES for path in (ROOT / name).rglob("*.py")]
+    there.append("/__main__.py")
+    for document in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for named in PATH.findall(document.read_text()):
+            assert any(path.endswith(f"/{named}") for path in there), f"{document.name}: {named}"
+
+
 NAMED = re.compile(r"`(?:tests/)?(test_\w+\.py)(?:::(test_\w+))?`")
 
 
