@@ -181,6 +181,19 @@ def deadline_exceeded(message: str) -> Unavailable:
     return Unavailable(message, code="deadline_exceeded", retry_after=10)
 
 
+def no_node(reason: str) -> Unavailable:
+    """No decode node can take a request: the model is `loading`, all are `draining`, or `lost`."""
+    if reason == "draining":
+        return shutting_down()
+    if reason == "loading":
+        return Unavailable("The model is loading.", code="model_loading", retry_after=5)
+    return Unavailable(
+        "No decode node is reachable; one is expected back soon.",
+        code="engine_unavailable",
+        retry_after=2,
+    )
+
+
 def from_rejection(rejected: Rejected) -> ApiError:
     """What a decode node's refusal means to the client."""
     text, code = rejected.message, rejected.code

@@ -8,24 +8,23 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from threading import Barrier
 from typing import TypeVar
 
 from kvferry.gateway.auth import Keys
 from kvferry.gateway.config import GatewayConfig
-from kvferry.gateway.errors import Aborted, ApiError, Unavailable, shutting_down
+from kvferry.gateway.errors import Aborted, ApiError, Unavailable, no_node, shutting_down
 from kvferry.gateway.intake.reader import Reader
 from kvferry.gateway.intake.worker import ReaderProcess
-from kvferry.gateway.params import Params
 from kvferry.gateway.prompt.memory import LastPrompts
 from kvferry.gateway.prompt.model import ServedModel
-from kvferry.gateway.prompt.prompts import Prompt, PromptMaker, Shape
-from kvferry.gateway.router.generation import Generation, Timeouts, Update, no_node
-from kvferry.gateway.router.nodes import Nodes, NoNode
+from kvferry.gateway.prompt.prompts import PromptMaker, Shape
+from kvferry.gateway.router.generation import Generation, Timeouts, Update
+from kvferry.gateway.router.nodes import Nodes
 from kvferry.gateway.router.pacing import RequestPacer
 from kvferry.gateway.telemetry.metrics import Metrics
 from kvferry.gateway.telemetry.tracing import open_tracer
@@ -51,6 +50,9 @@ class Gateway:
         self.config = config
         self.model = model
         self.nodes = nodes
+        self.timeouts = Timeouts(
+            config.first_token_timeout, config.request_timeout, config.resume_timeout
+        )
         self.keys = Keys(config.api_key)
         self.admin_keys = Keys((config.admin_api_key,) if config.admin_api_key else ())
         self.metrics = Metrics(model.name, nodes, self.unanswered, config.metrics_compat)
@@ -110,9 +112,9 @@ class Gateway:
         if self.draining:
             raise shutting_down()
         if self.nodes.shape is None:
-            raise no_node(NoNode("loading"))
+            raise no_node("loading")
         if not self.nodes.ready:
-            raise no_node(NoNode("lost"))
+            raise no_node("lost")
         if self.unanswered() >= self.config.max_num_queued_reqs + self.nodes.slots:
             raise Unavailable(
                 f"{self.config.max_num_queued_reqs} requests wait already.",
@@ -120,16 +122,6 @@ class Gateway:
                 retry_after=2,
             )
         return self.nodes.shape
-
-    def generation(
-        self, prompts: Sequence[Prompt], params: Params, session: bytes = b""
-    ) -> Generation:
-        """A response to be followed; `session` is the conversation's, if it has a name."""
-        config = self.config
-        timeouts = Timeouts(
-            config.first_token_timeout, config.request_timeout, config.resume_timeout
-        )
-        return Generation(self.nodes, self.model, prompts, params, timeouts, session)
 
     async def follow(self, generation: Generation, origin: Origin) -> AsyncGenerator[Update]:
         """The generation's updates, with everything counted."""
@@ -177,16 +169,17 @@ class Gateway:
 
     # -- the end -----------------------------------------------------------------------------------
 
-    def began(self) -> None:
-        """A request has come in."""
+    @contextmanager
+    def in_flight(self) -> Iterator[None]:
+        """While a request has come in, and its client neither has its whole answer nor is gone."""
         self._in_flight += 1
         self._idle.clear()
-
-    def ended(self) -> None:
-        """A request has its whole answer, or its client is gone."""
-        self._in_flight -= 1
-        if not self._in_flight:
-            self._idle.set()
+        try:
+            yield
+        finally:
+            self._in_flight -= 1
+            if not self._in_flight:
+                self._idle.set()
 
     async def drain(self, timeout: float) -> None:
         """Accepts nothing new and waits for what runs; what still does then gets an error."""

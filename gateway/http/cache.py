@@ -13,15 +13,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from kvferry.gateway.auth import DEFAULT_TENANT
-from kvferry.gateway.errors import BadRequest
+from kvferry.gateway.errors import BadRequest, no_node
 from kvferry.gateway.http.bodies import json_response, read_body
 from kvferry.gateway.http.generate import api_of
 from kvferry.gateway.intake.reader import ReadPrompts
 from kvferry.gateway.protocols.common import decode
 from kvferry.gateway.protocols.operator import CacheChain, CacheClear
 from kvferry.gateway.router import cache
-from kvferry.gateway.router.generation import no_node
-from kvferry.gateway.router.nodes import NoNode
 from kvferry.gateway.service import Gateway
 
 MAX_TTL_S = 7 * 86400.0
@@ -93,7 +91,7 @@ async def _chain(gateway: Gateway, request: Request) -> _Chain:
         return _Chain(cache.keys_from_hex(asked.keys), asked.ttl, {})
     shape = gateway.nodes.shape
     if shape is None:
-        raise no_node(NoNode("loading"))
+        raise no_node("loading")
     tenant = asked.tenant or DEFAULT_TENANT
     prepared = await gateway.reader.read(ReadPrompts(api_of(body), tenant, shape), body)
     prompts = prepared.prompts

@@ -33,7 +33,14 @@ async def generate(api: TextApi, gateway: Gateway, request: Request) -> Response
     prepared = await prepare(gateway, request, gateway.admit(), api)
     if prepared.has_tools:
         gateway.metrics.ignored_tools()
-    generation = gateway.generation(prepared.prompts, prepared.params, prepared.session)
+    generation = Generation(
+        gateway.nodes,
+        gateway.model,
+        prepared.prompts,
+        prepared.params,
+        gateway.timeouts,
+        prepared.session,
+    )
     form, record = api.form(generation, gateway.model, prepared.echoes), record_of(request)
     if len(prepared.prompts) == 1:
         caller = (record.tenant, prepared.session)

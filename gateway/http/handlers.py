@@ -13,10 +13,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from kvferry.gateway.errors import no_node
 from kvferry.gateway.http.bodies import json_response, read_body
 from kvferry.gateway.intake.reader import Detokenize, Tokenize
-from kvferry.gateway.router.generation import no_node
-from kvferry.gateway.router.nodes import NoNode
 from kvferry.gateway.service import Gateway
 from kvferry.gateway.telemetry.access_log import record_of
 from kvferry.gateway.telemetry.metrics import CONTENT_TYPE
@@ -88,9 +87,9 @@ async def health(gateway: Gateway, request: Request) -> Response:
 
 async def ready(gateway: Gateway, request: Request) -> Response:
     if gateway.draining:
-        raise no_node(NoNode("draining"))
+        raise no_node("draining")
     if not gateway.nodes.ready:
-        raise no_node(NoNode("loading" if gateway.nodes.shape is None else "lost"))
+        raise no_node("loading" if gateway.nodes.shape is None else "lost")
     absent = [node.address for node in gateway.nodes if node.stalled or not node.usable]
     return json_response({"status": "degraded" if absent else "ready", "absent": absent})
 

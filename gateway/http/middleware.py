@@ -54,11 +54,10 @@ class RequestMiddleware:
                 added["x-request-id"] = added["request-id"] = record.request_id
             await send(message)
 
-        self._gateway.began()
         try:
-            await self._serve(record, headers, scope, receive, send_with_id)
+            with self._gateway.in_flight():
+                await self._serve(record, headers, scope, receive, send_with_id)
         finally:
-            self._gateway.ended()
             self._close(record, headers)
 
     async def _serve(

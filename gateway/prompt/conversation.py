@@ -51,11 +51,36 @@ class ChatText:
 # -- reading ---------------------------------------------------------------------------------------
 
 
-def read_messages(messages: Sequence[Message]) -> tuple[ChatMessage, ...]:
-    """Messages in the one form; BadRequest names the first that has no meaning."""
+def read_conversation(
+    messages: Sequence[Message],
+    *,
+    add_generation_prompt: bool | None,
+    continue_final_message: bool | None,
+    variables: dict[str, Any],
+) -> Conversation:
+    """A whole conversation in the one form.
+
+    Raises
+    ------
+    BadRequest
+        A message has no meaning, or the flags contradict each other or the messages.
+    """
     if not messages:
         raise BadRequest("messages must not be empty.", param="messages")
-    return tuple(_read(message, f"messages[{at}]") for at, message in enumerate(messages))
+    read = tuple(_read(message, f"messages[{at}]") for at, message in enumerate(messages))
+    if continue_final_message:
+        if add_generation_prompt:
+            raise BadRequest(
+                "add_generation_prompt and continue_final_message exclude each other.",
+                param="continue_final_message",
+            )
+        if read[-1]["role"] != "assistant":
+            raise BadRequest(
+                "continue_final_message needs an assistant message at the end.",
+                param="continue_final_message",
+            )
+        return Conversation(read, False, True, variables)
+    return Conversation(read, add_generation_prompt is not False, False, variables)
 
 
 def _read(message: Message, place: str) -> ChatMessage:
@@ -123,30 +148,6 @@ def _arguments(function: FunctionCall) -> Any:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return function.arguments
     return parsed if isinstance(parsed, dict) else function.arguments
-
-
-def read_conversation(
-    messages: Sequence[Message],
-    *,
-    add_generation_prompt: bool | None,
-    continue_final_message: bool | None,
-    variables: dict[str, Any],
-) -> Conversation:
-    """A whole conversation; BadRequest when its flags contradict each other or its messages."""
-    read = read_messages(messages)
-    if continue_final_message:
-        if add_generation_prompt:
-            raise BadRequest(
-                "add_generation_prompt and continue_final_message exclude each other.",
-                param="continue_final_message",
-            )
-        if read[-1]["role"] != "assistant":
-            raise BadRequest(
-                "continue_final_message needs an assistant message at the end.",
-                param="continue_final_message",
-            )
-        return Conversation(read, False, True, variables)
-    return Conversation(read, add_generation_prompt is not False, False, variables)
 
 
 # -- rendering -------------------------------------------------------------------------------------

@@ -20,10 +20,9 @@ from functools import partial
 from kvferry.gateway.errors import (
     ApiError,
     EngineFailure,
-    Unavailable,
     deadline_exceeded,
     from_rejection,
-    shutting_down,
+    no_node,
 )
 from kvferry.gateway.output.choice import Choice, Piece, Reply
 from kvferry.gateway.params import Params
@@ -232,7 +231,7 @@ class Generation:
             if error.reason == "died":
                 self._note_loss(attempts, Loss.DEAD)
             if attempts.lost_at is None:
-                raise no_node(error) from error
+                raise no_node(error.reason) from error
             self._wait(attempts, attempts.lost_at)
 
     def _wait(self, attempts: Attempts, lost_at: float) -> None:
@@ -351,23 +350,10 @@ class Generation:
         """No decode node is left: a broken stream says so, who has nothing yet may come again."""
         if self._streamed:
             return EngineFailure("The decode node was lost, and none is there.", code="engine_lost")
-        return no_node(NoNode("lost"))
+        return no_node("lost")
 
 
 def _abort(attempts: Attempts) -> None:
     """Its node frees everything of the request, unless it has ended."""
     if attempts.placement is not None:
         attempts.placement.node.abort(attempts.placement.request)
-
-
-def no_node(error: NoNode) -> ApiError:
-    """What it means to a client that no decode node can take its request."""
-    if error.reason == "draining":
-        return shutting_down()
-    if error.reason == "loading":
-        return Unavailable("The model is loading.", code="model_loading", retry_after=5)
-    return Unavailable(
-        "No decode node is reachable; one is expected back soon.",
-        code="engine_unavailable",
-        retry_after=2,
-    )

@@ -81,6 +81,8 @@ class NodeLink:
     ) -> None:
         self.role = role
         self.address = address
+        self.welcome: Welcome | None = None
+        """What it said of itself, while it answers."""
         self.status: Status | None = None
         self.keys = KnownKeys()
         self.requests = OpenRequests(self.keys)
@@ -100,7 +102,6 @@ class NodeLink:
         self._given_up = False
         """It has offended too often: its link ends with the next tick."""
         self._client: Client | None = None
-        self._welcomed = False
         self._predicted = 0.0
         self._retry_at = 0.0
         self._resync_at = 0.0
@@ -113,12 +114,6 @@ class NodeLink:
     def title(self) -> str:
         """For log lines."""
         return self.role if self.role == "store" else f"{self.role} node"
-
-    @property
-    def welcome(self) -> Welcome | None:
-        """What it said of itself, while it answers."""
-        client = self._client
-        return client.welcome if client is not None and client.state is LinkState.READY else None
 
     @property
     def reported(self) -> int:
@@ -200,8 +195,8 @@ class NodeLink:
         elif self._client.state is LinkState.READY:
             self._watch(now, min(self._client.silence(now), now - listening_since))
             self._inquire(now)
-            if self._client is not None and not self._welcomed:
-                self._welcomed = self.met = True
+            if self._client is not None and self.welcome is None:
+                self.welcome, self.met = self._client.welcome, True
                 self._resync_at = now + REPEAT_SECONDS
                 return True
         return False
@@ -226,8 +221,8 @@ class NodeLink:
     def _lost(self, loss: Loss = Loss.DEAD) -> None:
         self._pacer.flush()
         self.close()
-        self.usable = self.stalled = self._welcomed = self._given_up = False
-        self.status = None
+        self.usable = self.stalled = self._given_up = False
+        self.welcome = self.status = None
         self._predicted = 0.0
         for question in self._asked.values():
             if not question.done():
@@ -282,7 +277,7 @@ class NodeLink:
 
     def _inquire(self, now: float) -> None:
         announces = self.role != "store"  # it has too many keys to say them all
-        if announces and not self.keys.synced and self._welcomed and now >= self._resync_at:
+        if announces and self.welcome and not self.keys.synced and now >= self._resync_at:
             self._resync(now)
         for number in self.requests.due(now):
             self.counters["inquiries"] += 1
@@ -345,16 +340,14 @@ class NodeLink:
 
     def _keys_changed(self, batch: KeyBatch) -> None:
         synced = self.keys.synced
-        self.keys.apply(batch, self._capacity)
+        client = self._client
+        assert client is not None and client.welcome is not None, "a batch from nobody"
+        self.keys.apply(batch, min(client.welcome.num_blocks, MAX_KEYS))
         if synced and not self.keys.synced:
             self.counters["key_gaps"] += 1
             text = "%s %s: a batch of keys was lost"
             self._log.warning("keys", self.address, text, self.title, self.address)
             self._resync(time.monotonic())
-
-    @property
-    def _capacity(self) -> int:
-        return min(self.welcome.num_blocks, MAX_KEYS) if self.welcome is not None else 0
 
     def _tokens(self, output: StepOutput) -> None:
         now = time.monotonic()

@@ -28,12 +28,8 @@ class MessagePacer:
         self._tokens = tokens
         self._idle = idle
         self._waiting: deque[AnyMessage] = deque()
-        self._scheduled = False
-
-    @property
-    def busy(self) -> bool:
+        self.busy = False
         """Something waits for the next turn."""
-        return bool(self._waiting)
 
     def push(self, message: AnyMessage) -> None:
         if isinstance(message, StepOutput) and len(message.tokens) > self._tokens:
@@ -43,13 +39,12 @@ class MessagePacer:
             )
         else:
             self._waiting.append(message)
-        if not self._scheduled:
+        if not self.busy:
             self._slice()
 
     def _turn(self) -> None:
-        self._scheduled = False
         self._slice()
-        if not self._waiting:
+        if not self.busy:
             self._idle()
 
     def _slice(self) -> None:
@@ -58,8 +53,8 @@ class MessagePacer:
             message = self._waiting.popleft()
             left -= len(message.tokens) if isinstance(message, StepOutput) else 1
             self._act(message)
-        if self._waiting and not self._scheduled:
-            self._scheduled = True
+        self.busy = bool(self._waiting)
+        if self.busy:
             asyncio.get_running_loop().call_soon(self._turn)
 
     def flush(self) -> None:
