@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -140,14 +141,15 @@ async def lag_of(model: ServedModel, chats: Iterable[Chat]) -> list[float]:
     """How late, in ms, the loop woke a task while these prompts were made one after another."""
     lags: list[float] = []
     with ThreadPoolExecutor(2) as executor:
-        maker = PromptMaker(model, executor)
+        maker = PromptMaker(model)
         ticker = asyncio.create_task(_tick(lags))
         shape = Shape({}, BLOCK, 1 << 22)
         params = replace(
             read_chat(ChatRequest(messages=[]), model.vocabulary, test_hooks=False), max_tokens=1
         )
         for chat in chats:
-            await maker.chat(Conversation(tuple(chat)), params, "", shape)
+            make = partial(maker.chat, Conversation(tuple(chat)), params, "", shape)
+            await asyncio.get_running_loop().run_in_executor(executor, make)
             await asyncio.sleep(0.01)
         ticker.cancel()
         with suppress(asyncio.CancelledError):

@@ -86,7 +86,7 @@ def serve(
         try:
             server.run(sockets=[listener])
         finally:
-            gateway.reader_process.close()  # after a second signal nothing else has closed it
+            gateway.intake.close()  # after a second signal nothing else has closed it
     finally:
         context.destroy(linger=0)
 

@@ -8,18 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
-from threading import Barrier
-from typing import TypeVar
 
 from kvferry.gateway.auth import Keys
 from kvferry.gateway.config import GatewayConfig
 from kvferry.gateway.errors import Aborted, ApiError, Unavailable, no_node, shutting_down
+from kvferry.gateway.intake.dispatch import Intake
 from kvferry.gateway.intake.reader import Reader
-from kvferry.gateway.intake.worker import ReaderProcess
 from kvferry.gateway.prompt.memory import LastPrompts
 from kvferry.gateway.prompt.model import ServedModel
 from kvferry.gateway.prompt.prompts import PromptMaker, Shape
@@ -29,10 +26,8 @@ from kvferry.gateway.router.pacing import RequestPacer
 from kvferry.gateway.telemetry.metrics import Metrics
 from kvferry.gateway.telemetry.tracing import open_tracer
 
-TOKENIZER_THREADS = 2
 REQUESTS_A_TURN = 4
 """How many requests may begin in one turn of the event loop."""
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,17 +52,10 @@ class Gateway:
         self.admin_keys = Keys((config.admin_api_key,) if config.admin_api_key else ())
         self.metrics = Metrics(model.name, nodes, self.unanswered, config.metrics_compat)
         nodes.on_lag = self.metrics.lagged
-        self._executor = _all_threads(ThreadPoolExecutor(TOKENIZER_THREADS, "tokenizer"))
-        self.prompts = PromptMaker(model, self._executor)
+        self.prompts = PromptMaker(model)
         self.request_pacer = RequestPacer(REQUESTS_A_TURN)
-        self.reader_process = ReaderProcess(config)
-        self.reader = Reader(
-            model,
-            self.prompts,
-            self._executor,
-            self.reader_process.read,
-            test_hooks=config.enable_test_hooks,
-        )
+        reader = Reader(model, self.prompts, test_hooks=config.enable_test_hooks)
+        self.intake = Intake(config, reader)
         self.tracer = open_tracer(config.otlp_traces_endpoint, model.name)
         self.last_prompts = LastPrompts()
         self.started = time.time()
@@ -81,14 +69,9 @@ class Gateway:
 
     def close(self) -> None:
         self.nodes.close()
-        self.reader_process.close()
+        self.intake.close()
         if self.tracer is not None:
             self.tracer.close()
-        self._executor.shutdown(wait=False, cancel_futures=True)
-
-    async def beside(self, work: Callable[[], T]) -> T:
-        """The result of long work, which another thread does: the loop has streams to serve."""
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
     @property
     def draining(self) -> bool:
@@ -192,11 +175,3 @@ class Gateway:
     def fail_all(self, error: ApiError) -> None:
         for generation in self.open:
             generation.fail(error)
-
-
-def _all_threads(executor: ThreadPoolExecutor) -> ThreadPoolExecutor:
-    """Starts every thread now, so that the process has as many later as at the start."""
-    together = Barrier(TOKENIZER_THREADS)
-    for _ in range(TOKENIZER_THREADS):
-        executor.submit(together.wait)
-    return executor

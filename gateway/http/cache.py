@@ -93,7 +93,7 @@ async def _chain(gateway: Gateway, request: Request) -> _Chain:
     if shape is None:
         raise no_node("loading")
     tenant = asked.tenant or DEFAULT_TENANT
-    prepared = await gateway.reader.read(ReadPrompts(api_of(body), tenant, shape), body)
+    prepared = await gateway.intake.read(ReadPrompts(api_of(body), tenant, shape), body)
     prompts = prepared.prompts
     if len(prompts) != 1:
         raise BadRequest("Give one prompt.", param="prompt")

@@ -63,7 +63,7 @@ async def prepare(
     body = await read_body(gateway, request)
     tenant, session = record_of(request).tenant, session_name(request.headers)
     wanted = ReadPrompts(api or api_of(body), tenant, shape, session)
-    return await gateway.reader.read(wanted, body)
+    return await gateway.intake.read(wanted, body)
 
 
 def api_of(body: Body) -> TextApi:

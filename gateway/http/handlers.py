@@ -27,12 +27,12 @@ async def tokenize(gateway: Gateway, request: Request) -> Response:
     shape = gateway.nodes.shape
     limit = shape.max_model_len if shape is not None else None
     wanted = Tokenize(record_of(request).tenant, limit)
-    return json_response(await gateway.reader.read(wanted, await read_body(gateway, request)))
+    return json_response(await gateway.intake.read(wanted, await read_body(gateway, request)))
 
 
 async def detokenize(gateway: Gateway, request: Request) -> Response:
     body = await read_body(gateway, request)
-    return json_response(await gateway.reader.read(Detokenize(), body))
+    return json_response(await gateway.intake.read(Detokenize(), body))
 
 
 # -- what there is ---------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ async def render(gateway: Gateway, request: Request) -> Response:
         answer["difference"] = None if before is None else difference(before, prompt, tokenizer)
         return orjson.dumps(answer)
 
-    return json_response(await gateway.beside(explain))
+    return json_response(await gateway.intake.beside(explain))
 
 
 def difference(before: bytes, prompt: Prompt, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -1,20 +1,15 @@
 """From the bytes of a body to what the nodes need: parameters and prompts.
 
-Owns the order of the checks, and where they run: a small body is read where it is, a larger one on
-a thread. Decoding one holds the interpreter, so one whose decoding alone would take as long as
-several tokens is read by another process; `is_large` says which. Owns, too, by what names clients
-call their sessions: a hint for routing and for `/render`, never a key to anything, so a wrong or
-missing one costs time only. It knows neither paths nor nodes.
+Owns the order of the checks, on whatever thread and in whatever process they run. Owns, too, by
+what names clients call their sessions: a hint for routing and for `/render`, never a key to
+anything, so a wrong or missing one costs time only. It knows neither paths nor nodes.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from concurrent.futures import Executor
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TypeVar, overload
 
 import orjson
 from msgspec import Struct
@@ -29,13 +24,6 @@ from kvferry.gateway.protocols.common import Body, decode
 from kvferry.gateway.protocols.completions import Completions
 from kvferry.gateway.protocols.tokens import DetokenizeRequest, TokenizeRequest
 
-INLINE_BYTES = 16 << 10
-"""Bodies up to this size are decoded and checked on the event loop: 2 ms if they are all objects,
-0.1 ms if they are text."""
-LARGE_BYTES = 1 << 20
-"""Decoding this much holds the interpreter for 6 ms if it is text with escapes, 20 ms if ids."""
-LARGE_OBJECTS = 20_000
-"""Decoding this many takes 20 ms, a few more characters each."""
 MAX_IDS = 1 << 20
 """Most ids that /tokenize answers and /detokenize takes."""
 SESSION_HEADERS = (
@@ -49,7 +37,6 @@ SESSION_HEADERS = (
 """As sent by aiperf, proxies, Codex and Claude Code; the first one that is there counts."""
 MAX_SESSION_NAME = 1024
 """Characters of a name that count."""
-T = TypeVar("T")
 
 TextApi = Chat | Completions
 """The APIs that generate text; which of them a body is for goes to the other process, too."""
@@ -92,69 +79,39 @@ class PreparedRequest:
     """Which conversation it belongs to, if it has a name."""
 
 
-def is_large(body: Body) -> bool:
-    """Whether to decode it would keep the event loop of this process waiting."""
-    return len(body) > LARGE_BYTES or (
-        len(body) > INLINE_BYTES and body.count(b"{") > LARGE_OBJECTS
-    )
-
-
 class Reader:
-    """Reads bodies for one model; `large`, if it is given, reads the large ones."""
+    """Reads bodies for one model. Safe to use from several threads."""
 
-    def __init__(
-        self,
-        model: ServedModel,
-        prompts: PromptMaker,
-        executor: Executor,
-        large: Callable[[ReadRequest, Body], Awaitable[PreparedRequest | bytes]] | None = None,
-        *,
-        test_hooks: bool,
-    ) -> None:
+    def __init__(self, model: ServedModel, prompts: PromptMaker, *, test_hooks: bool) -> None:
         self._model = model
         self._prompts = prompts
-        self._executor = executor
-        self._large = large
         self._test_hooks = test_hooks
 
-    @overload
-    async def read(self, request: ReadPrompts, body: Body) -> PreparedRequest: ...
-
-    @overload
-    async def read(self, request: Tokenize | Detokenize, body: Body) -> bytes: ...
-
-    @overload
-    async def read(self, request: ReadRequest, body: Body) -> PreparedRequest | bytes: ...
-
-    async def read(self, request: ReadRequest, body: Body) -> PreparedRequest | bytes:
+    def read(self, request: ReadRequest, body: Body) -> PreparedRequest | bytes:
         """What a body comes to; ApiError for what cannot be served."""
-        if self._large is not None and is_large(body):
-            return await self._large(request, body)
         match request:
             case ReadPrompts():
-                return await self._prepare(request, body)
+                return self._prepare(request, body)
             case Tokenize():
-                return await self._tokenize(request, body)
+                return self._tokenize(request, body)
             case Detokenize():
-                return await self._run(body, lambda: self._detokenize(body))
+                return self._detokenize(body)
 
-    async def _prepare(self, request: ReadPrompts, body: Body) -> PreparedRequest:
-        parsed = await self._run(
-            body, lambda: request.api.parse(body, self._model, test_hooks=self._test_hooks)
-        )
+    def _prepare(self, request: ReadPrompts, body: Body) -> PreparedRequest:
+        parsed = request.api.parse(body, self._model, test_hooks=self._test_hooks)
         params, tenant, shape, echoes = parsed.params, request.tenant, request.shape, []
         if isinstance(parsed.prompt, Conversation):
-            prompts = [await self._prompts.chat(parsed.prompt, params, tenant, shape)]
+            prompts = [self._prompts.chat(parsed.prompt, params, tenant, shape)]
         else:
             add = parsed.add_special_tokens
-            prompts = await self._prompts.completions(parsed.prompt, add, params, tenant, shape)
+            prompts = self._prompts.completions(parsed.prompt, add, params, tenant, shape)
             if params.echo:
                 echoes = self._echoes(parsed.prompt, params)
         session = session_of(tenant, parsed.session or request.session)
         return PreparedRequest(params, prompts, echoes, parsed.has_tools, session)
 
-    async def _tokenize(self, request: Tokenize, body: Body) -> bytes:
-        asked = await self._run(body, lambda: decode(body, TokenizeRequest))
+    def _tokenize(self, request: Tokenize, body: Body) -> bytes:
+        asked = decode(body, TokenizeRequest)
         self._model.check_name(asked.model)
         if asked.messages is not None:
             conversation = read_conversation(
@@ -163,28 +120,26 @@ class Reader:
                 continue_final_message=asked.continue_final_message,
                 variables=dict(asked.chat_template_kwargs or {}),
             )
-            ids = await self._prompts.chat_ids(conversation, request.tenant)
+            ids = self._prompts.chat_ids(conversation, request.tenant)
         elif asked.prompt is not None:
             add = asked.add_special_tokens is not False
-            ids = await self._prompts.text_ids(asked.prompt, add)
+            ids = self._model.tokenizer.encode(asked.prompt, add_special_tokens=add)
         else:
             raise BadRequest("Give a prompt or messages.", param="prompt")
         if len(ids) > MAX_IDS:
             text = f"These are {len(ids)} tokens; /tokenize answers at most {MAX_IDS}."
             raise BadRequest(text, param="prompt" if asked.messages is None else "messages")
-
-        def answer() -> bytes:
+        names = None
+        if asked.return_token_strs:
             names = [self._model.tokenizer.name_of(token) for token in ids]
-            return orjson.dumps(
-                {
-                    "count": len(ids),
-                    "max_model_len": request.max_model_len,
-                    "tokens": ids,
-                    "token_strs": names if asked.return_token_strs else None,
-                }
-            )
-
-        return await self._run(body, answer)
+        return orjson.dumps(
+            {
+                "count": len(ids),
+                "max_model_len": request.max_model_len,
+                "tokens": ids,
+                "token_strs": names,
+            }
+        )
 
     def _detokenize(self, body: Body) -> bytes:
         asked = decode(body, DetokenizeRequest)
@@ -202,11 +157,6 @@ class Reader:
             part if isinstance(part, str) else tokenizer.decode(list(part), skip_special=skip)
             for part in parts_of(prompt)
         ]
-
-    async def _run(self, body: Body, work: Callable[[], T]) -> T:
-        if len(body) <= INLINE_BYTES:
-            return work()
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
 
 
 # -- sessions --------------------------------------------------------------------------------------

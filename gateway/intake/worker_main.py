@@ -6,12 +6,10 @@ at low priority, because the nodes and the gateway have other users to serve.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import signal
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -57,14 +55,12 @@ def _reader(settings: ReaderConfig) -> Reader:
         cache_dir=Path(settings.cache_dir),
     )
     model = load_model(config, lambda line: None)
-    threads = ThreadPoolExecutor(1)
-    prompts = PromptMaker(model, threads)
-    return Reader(model, prompts, threads, test_hooks=settings.enable_test_hooks)
+    return Reader(model, PromptMaker(model), test_hooks=settings.enable_test_hooks)
 
 
 def _result(reader: Reader, request: ReadRequest, body: Body) -> ReadResult:
     try:
-        return ReadResult(asyncio.run(reader.read(request, body)))
+        return ReadResult(reader.read(request, body))
     except ApiError as error:
         return ReadResult(None, to_failure(error))
     except Exception:

@@ -1,19 +1,14 @@
 """From what a client wrote to prompts that a node can take: ids, block keys, room to answer.
 
 Owns the last checks before any compute: length against the model's limit, ids against its
-vocabulary; and the memory by which only the new part of a prompt costs much. Long texts are
-rendered, tokenized and hashed on a thread, because the event loop has other streams to serve; short
-ones are faster where they are. It knows no node, only the shape all of them share.
+vocabulary; and the memory by which only the new part of a prompt costs much. It knows no node, only
+the shape all of them share.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import TypeVar
 
 from kvferry.gateway.errors import BadRequest, ContextLength, NotSupported
 from kvferry.gateway.output.choice import Reply
@@ -22,16 +17,12 @@ from kvferry.gateway.prompt.chat_ids import ChatEncoder, ChatIds, PromptEnd
 from kvferry.gateway.prompt.conversation import Conversation, render
 from kvferry.gateway.prompt.memory import KeyChain
 from kvferry.gateway.prompt.model import ServedModel
-from kvferry.gateway.tokenizer.control_text import strings
 from kvferry.gateway.tokenizer.tokenizer import CannotEncode
 from kvferry.kvstore.keys import pack_tokens, root_key, tenant_key, unpack_tokens
 
-INLINE_CHARACTERS = 2048
-"""Texts up to this length are tokenized on the event loop: about a millisecond."""
 KEY_CHAIN_BYTES = 32 << 20
 """A kilobyte for each thousand tokens, with blocks of 16."""
 
-T = TypeVar("T")
 CompletionPrompt = str | Sequence[str | int | Sequence[int]]
 
 
@@ -62,11 +53,13 @@ class Prompt:
 
 
 class PromptMaker:
-    """Makes prompts of one model, and remembers what was said to make the next ones of."""
+    """Makes prompts of one model, and remembers what was said to make the next ones of.
 
-    def __init__(self, model: ServedModel, executor: Executor) -> None:
+    Safe to use from several threads.
+    """
+
+    def __init__(self, model: ServedModel) -> None:
         self._model = model
-        self._executor = executor
         self._encoder = ChatEncoder(model.tokenizer)
         self._keys = KeyChain(KEY_CHAIN_BYTES)
 
@@ -80,31 +73,16 @@ class PromptMaker:
         self._encoder.forget(tenant)
         self._keys.forget(tenant)
 
-    async def chat_ids(self, conversation: Conversation, tenant: str) -> list[int]:
+    def chat_ids(self, conversation: Conversation, tenant: str) -> list[int]:
         """The ids that `chat` would send to a node; BadRequest if there are none."""
+        return unpack_tokens(self._encode(conversation, tenant, None).packed)
 
-        def make() -> list[int]:
-            return unpack_tokens(self._encode(conversation, tenant, None).packed)
-
-        return await self._run(_size(conversation), make)
-
-    async def text_ids(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Ids of a text."""
-        encode = partial(self._model.tokenizer.encode, add_special_tokens=add_special_tokens)
-        return await self._run(len(text), lambda: encode(text))
-
-    async def chat(
-        self, conversation: Conversation, params: Params, tenant: str, shape: Shape
-    ) -> Prompt:
+    def chat(self, conversation: Conversation, params: Params, tenant: str, shape: Shape) -> Prompt:
         """The prompt of a conversation; BadRequest if it has none or is too long."""
+        made = self._encode(conversation, tenant, params.cache_salt)
+        return self._prompt(made.packed, params, tenant, shape, "messages", made.end)
 
-        def make() -> Prompt:
-            made = self._encode(conversation, tenant, params.cache_salt)
-            return self._prompt(made.packed, params, tenant, shape, "messages", made.end)
-
-        return await self._run(_size(conversation), make)
-
-    async def completions(
+    def completions(
         self,
         prompt: CompletionPrompt,
         add_special_tokens: bool,
@@ -119,27 +97,13 @@ class PromptMaker:
                 f"{len(parts)} prompts with n={params.n} are more than {MAX_CHOICES} choices.",
                 param="prompt",
             )
+        prompts = []
+        for part in parts:
+            packed = pack_tokens(self._part_ids(part, add_special_tokens))
+            prompts.append(self._prompt(packed, params, tenant, shape, "prompt"))
+        return prompts
 
-        def make() -> list[Prompt]:
-            return [
-                self._prompt(
-                    pack_tokens(self._part_ids(part, add_special_tokens)),
-                    params,
-                    tenant,
-                    shape,
-                    "prompt",
-                )
-                for part in parts
-            ]
-
-        return await self._run(sum(map(len, parts)), make)
-
-    async def _run(self, size: int, make: Callable[[], T]) -> T:
-        if size <= INLINE_CHARACTERS:
-            return make()
-        return await asyncio.get_running_loop().run_in_executor(self._executor, make)
-
-    # -- the work, on whichever thread -------------------------------------------------------------
+    # -- the work ----------------------------------------------------------------------------------
 
     def _encode(self, conversation: Conversation, tenant: str, salt: str | None) -> ChatIds:
         model = self._model
@@ -178,10 +142,6 @@ class PromptMaker:
         root = root_key(shape.fingerprint, tenant, params.cache_salt)
         keys = self._keys.keys(tenant, root, packed, shape.block_size)
         return Prompt(size, packed, tenant_key(tenant), root, keys, max_tokens, end)
-
-
-def _size(conversation: Conversation) -> int:
-    return sum(map(len, strings(list(conversation.messages))))
 
 
 def _room(size: int, params: Params, limit: int, param: str) -> int:

@@ -19,7 +19,7 @@ from kvferry.gateway.errors import (
     NotFound,
     NotSupported,
 )
-from kvferry.gateway.intake.reader import INLINE_BYTES, LARGE_BYTES, LARGE_OBJECTS, is_large
+from kvferry.gateway.intake.dispatch import INLINE_BYTES, LARGE_BYTES, LARGE_OBJECTS, is_large
 from kvferry.gateway.intake.worker import from_failure, to_failure
 from kvferry.gateway.protocols import chat, common, completions
 from kvferry.kvstore.keys import unpack_tokens
@@ -178,23 +178,23 @@ def test_errors_of_a_large_body_are_those_of_a_small_one(rig: Rig) -> None:
 def test_its_process_is_made_again_when_it_dies(rig: Rig) -> None:
     padding = "x" * (LARGE_BYTES + 1)
     assert rig.chat(metadata=padding).status_code == 200
-    process = rig.gateway.reader_process.process
+    process = rig.gateway.intake.worker.process
     assert process is not None
     process.kill()
     process.wait()
     statuses = [rig.chat(metadata=padding).status_code for _ in range(2)]
     assert statuses in ([200, 200], [500, 200])
-    assert rig.gateway.reader_process.process is not process
+    assert rig.gateway.intake.worker.process is not process
 
 
 def test_it_ends_with_the_gateway(tmp_path: Path) -> None:
     with running(tmp_path / "m") as rig:
-        assert rig.gateway.reader_process.process is None, "nobody needed it yet"
+        assert rig.gateway.intake.worker.process is None, "nobody needed it yet"
         rig.chat(metadata="x" * (LARGE_BYTES + 1))
-        process = rig.gateway.reader_process.process
+        process = rig.gateway.intake.worker.process
         assert process is not None and process.poll() is None
     wait_until(lambda: process.returncode == -9)
-    wait_until(lambda: rig.gateway.reader_process.process is None)
+    wait_until(lambda: rig.gateway.intake.worker.process is None)
 
 
 def test_what_is_large() -> None:
