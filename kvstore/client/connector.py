@@ -102,7 +102,7 @@ class Connector(Generic[Owner]):
         self._finished: deque[_Finished] = deque()
         self.num_puts_waiting = 0
         """Finished blocks that wait for the store to take them."""
-        self._num_dropped = 0
+        self._num_lost = 0
         self._close_by: float | None = None
         """Until when `close` may leave its last words under way; None: as long as they may be."""
         self._waiting: dict[int, _Waiting[Owner]] = {}
@@ -187,7 +187,7 @@ class Connector(Generic[Owner]):
         if store is None or not keys:
             return
         if store.link.attached is None or self.num_puts_waiting + len(keys) > MAX_PUTS_WAITING:
-            self._num_dropped += len(keys)
+            self._num_lost += len(keys)
             return
         self._finished.append(_Finished(tenant, parent, depth, keys, blocks))
         self.num_puts_waiting += len(keys)
@@ -206,7 +206,7 @@ class Connector(Generic[Owner]):
             done = store.puts.put(one.tenant, one.parent, one.depth, keys, read) if keys else 0
             left = len(one.keys) - done
             if not done or not left or held < len(one.blocks):
-                self._num_dropped += left
+                self._num_lost += left
                 continue
             rest = one.keys[done:], one.blocks[done:]
             self._finished.appendleft(
@@ -267,8 +267,7 @@ class Connector(Generic[Owner]):
         if self.store is None:
             return {}
         counts = {f"store_{name}": float(count) for name, count in self.store.counters.items()}
-        # Not what `Puts` has dropped: some of that is put again.
-        return {**counts, "store_puts_dropped": float(self._num_dropped)}
+        return {**counts, "store_puts_lost": float(self._num_lost)}
 
     def close(self) -> None:
         """Lets go of the store. What was not put by then is dropped: see `deliver`."""
