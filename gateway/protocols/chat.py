@@ -35,6 +35,7 @@ from kvferry.gateway.protocols.options import (
     Alternatives,
     Options,
     Some,
+    check_own_fields,
     check_within,
     read_options,
 )
@@ -83,6 +84,7 @@ class ChatRequest(Options, frozen=True, kw_only=True):
 
 def read_chat(request: ChatRequest, vocabulary: Vocabulary, *, test_hooks: bool) -> Params:
     """A chat's parameters; BadRequest or NotSupported names the first that is wrong."""
+    check_own_fields(request)
     _check_tools(request)
     if "audio" in (request.modalities or ()):
         raise BadRequest("modalities: this model answers in text only.", param="modalities")

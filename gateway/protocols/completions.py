@@ -34,6 +34,7 @@ from kvferry.gateway.protocols.options import (
     MAX_TOP_LOGPROBS,
     Alternatives,
     Options,
+    check_own_fields,
     check_within,
     read_options,
 )
@@ -59,6 +60,7 @@ def read_completion(
     request: CompletionRequest, vocabulary: Vocabulary, *, test_hooks: bool
 ) -> Params:
     """A completion's parameters; BadRequest or NotSupported names the first that is wrong."""
+    check_own_fields(request)
     if request.logprobs is not None:
         check_within("logprobs", request.logprobs, 0, MAX_TOP_LOGPROBS)
         if request.echo:

@@ -10,7 +10,7 @@ but no prompt: what depends on its length is for `prompts`.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
@@ -143,8 +143,8 @@ class Options(Struct, frozen=True, kw_only=True):
     prompt_embeds: Refused = None
     prompt_logprobs: Refused = None
     regex: Refused = None
-    stop_regex: Refused = None
     return_tokens_as_token_ids: Refused = None
+    stop_regex: Refused = None
     thinking: Refused = None
     thinking_token_budget: Refused = None
     truncate_prompt_tokens: Refused = None
@@ -214,18 +214,30 @@ def read_options(
     )
 
 
-def _check_supported(request: Options, n: int, test_hooks: bool) -> None:
-    for name in refused_fields(type(request)):
+def check_own_fields(request: Options) -> None:
+    """BadRequest for a refused field that only this API has; `read_options` sees to all others.
+
+    It comes first, so that of several faults of a request the same one is named by every version.
+    """
+    own = set(refused_fields(type(request))) - set(refused_fields(Options))
+    _refuse(request, sorted(own))
+
+
+def _refuse(request: Options, names: Iterable[str]) -> None:
+    for name in names:
         value = getattr(request, name)
-        if value is None or value is False or value in ("", [], {}):
-            continue
-        if name == "best_of" and value == n:
-            continue  # so many are made, and all of them are answered
-        raise BadRequest(
-            f"{name} is not supported by this server, and ignoring it would change the answer.",
-            param=name,
-            code="unsupported_parameter",
-        )
+        if not (value is None or value is False or value in ("", [], {})):
+            raise BadRequest(
+                f"{name} is not supported by this server, and ignoring it would change the answer.",
+                param=name,
+                code="unsupported_parameter",
+            )
+
+
+def _check_supported(request: Options, n: int, test_hooks: bool) -> None:
+    # `best_of` like `n`: so many are made, and all of them are answered.
+    harmless = ("best_of",) if request.best_of == n else ()
+    _refuse(request, (name for name in refused_fields(Options) if name not in harmless))
     if request.structured_outputs:
         raise NotSupported("Structured output is not supported yet.", param="structured_outputs")
     form = request.response_format

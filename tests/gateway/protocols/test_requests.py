@@ -193,6 +193,25 @@ def test_what_would_change_the_answer_is_refused_by_name(name: str) -> None:
         read(**{name: None})
 
 
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"audio": {"voice": "x"}, "tool_choice": "required"}, "audio"),
+        ({"web_search_options": {"a": 1}, "n": 0}, "web_search_options"),
+        ({"tool_choice": "required", "bad_words": ["x"]}, "tool_choice"),
+        ({"top_logprobs": 99, "guided_json": {"a": 1}}, "top_logprobs"),
+        ({"n": 0, "best_of": 3}, "n"),
+        ({"best_of": 3, "bad_words": ["x"], "max_tokens": 0}, "bad_words"),
+        ({"stop_regex": "x", "return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
+        ({"prompt_logprobs": 1, "response_format": {"type": "json_object"}}, "prompt_logprobs"),
+    ],
+)
+def test_of_several_faults_the_same_one_is_named_always(fields: dict[str, Any], named: str) -> None:
+    with pytest.raises((BadRequest, NotSupported)) as refused:
+        chat(**fields)
+    assert refused.value.param == named
+
+
 def test_harmless_spellings_of_refused_parameters_pass() -> None:
     completion(echo=False, suffix="", best_of=2, n=2, use_beam_search=False, bad_words=[])
     chat(echo=False, no_stop_trim=False)
