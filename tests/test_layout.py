@@ -137,6 +137,14 @@ def test_tests_lie_in_rooms_of_what_they_test() -> None:
         assert mirrored <= {*rooms, Path()}, package
 
 
+def test_helpers_of_tests_know_no_test() -> None:
+    rigs = [path for path in (ROOT / "tests" / "rigs").rglob("*.py")]
+    assert len(rigs) > 20
+    for path in rigs:
+        ours = {name[2] for name in imports_of(path) if name[:2] == ("kvferry", "tests")}
+        assert ours <= {"rigs"}, name_of(path)
+
+
 def test_only_nodes_and_kernels_touch_tensors() -> None:
     for module in MODULES:
         if package_of(module) in WITHOUT_TORCH:

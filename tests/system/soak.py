@@ -32,6 +32,7 @@ import httpx
 
 from kvferry.kernels.engines.standin import StandinConfig, standin_reply, write_standin_model
 from kvferry.tests.rigs.gateway import web
+from kvferry.tests.rigs.servers.leftovers import held
 from kvferry.tests.rigs.servers.served import Served
 
 ADMIN = "soak-admin"
@@ -246,35 +247,6 @@ class Soak:
             if not left or time.monotonic() > deadline:
                 return left
             time.sleep(0.2)
-
-
-HELD = ("held", "claimed", "reserved", "requests", "queued", "in_flight_bytes", "outbox_blocks",
-        "offered", "accepted", "streaming", "aborted", "choices", "fetches", "lent")  # fmt: skip
-HELD_OF_ARENA = ("leased", "filling", "withdrawn", "quarantined")
-"""Slots that nodes may write into are theirs as long as they live."""
-
-
-def held(value: object, path: str) -> Any:
-    """What a ledger says that is held. Who could not be asked may hold anything."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            if name == "error":
-                yield f"{path}error={inner}"
-            elif name == "counters":
-                continue
-            elif name == "arena":
-                yield from (f"{path}arena.{it}={inner[it]}" for it in HELD_OF_ARENA if inner[it])
-                continue
-            elif name == "check":
-                yield from (f"{path}check.{it}" for it in inner.items() if it[1] != "ok")
-                continue
-            if name in HELD and isinstance(inner, int | float) and inner:
-                yield f"{path}{name}={inner}"
-            else:
-                yield from held(inner, f"{path}{name}.")
-    elif isinstance(value, list):
-        for index, inner in enumerate(value):
-            yield from held(inner, f"{path}{index}.")
 
 
 @dataclass(frozen=True)

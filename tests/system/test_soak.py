@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.tests.system.soak import held, run
+from kvferry.tests.rigs.servers.leftovers import held
+from kvferry.tests.system.soak import run
 
 MINUTES = 2.0
 

@@ -21,9 +21,9 @@ from typing import Any
 
 from kvferry.kernels.engines.standin import StandinConfig, standin_reply
 from kvferry.tests.rigs.gateway.rig import wait_until
+from kvferry.tests.rigs.servers.leftovers import held
 from kvferry.tests.rigs.servers.served import Served
 from kvferry.tests.rigs.servers.streams import ADMIN, ledger, prompt_of, serving
-from kvferry.tests.system.soak import held
 
 CLIENTS = 8
 PROMPTS = 600
