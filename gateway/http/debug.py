@@ -20,6 +20,7 @@ from kvferry.gateway.errors import BadRequest, NotFound
 from kvferry.gateway.http.bodies import json_response, read_body
 from kvferry.gateway.protocols.common import decode
 from kvferry.gateway.protocols.operator import FaultsRequest
+from kvferry.gateway.router.cache import identity
 from kvferry.gateway.router.link import NodeLink
 from kvferry.gateway.router.nodes import Nodes
 from kvferry.gateway.service import Gateway
@@ -87,10 +88,7 @@ def _own(gateway: Gateway) -> dict[str, Any]:
 
 
 def _link(name: str, node: NodeLink) -> dict[str, Any]:
-    return {
-        "name": name,
-        "role": node.role,
-        "address": node.address,
+    return identity(name, node) | {
         "state": node.state,
         "requests": len(node.requests.open),
         "pending_tokens": node.requests.pending,
@@ -113,19 +111,9 @@ async def _ask_all(
     nodes: Nodes, kind: str, body: bytes, chosen: Iterable[NodeLink] | None = None
 ) -> list[dict[str, Any]]:
     asked = [(node, name) for node, name in nodes.named() if chosen is None or node in chosen]
-    replies = await asyncio.gather(*(node.ask(kind, body, ANSWER_SECONDS) for node, _ in asked))
+    answers = await asyncio.gather(
+        *(node.questions.debug(kind, body, ANSWER_SECONDS) for node, _ in asked)
+    )
     return [
-        _read(reply) | {"name": name, "role": node.role, "address": node.address}
-        for (node, name), reply in zip(asked, replies, strict=True)
+        answer | identity(name, node) for (node, name), answer in zip(asked, answers, strict=True)
     ]
-
-
-def _read(reply: bytes | None) -> dict[str, Any]:
-    if reply is None:
-        return {"error": f"no answer within {ANSWER_SECONDS:g} s"}
-    try:
-        answer = orjson.loads(reply)
-        orjson.dumps(answer)  # it reads deeper nesting than it writes
-    except (orjson.JSONDecodeError, orjson.JSONEncodeError):
-        answer = None
-    return answer if isinstance(answer, dict) else {"error": "an answer that is no JSON object"}

@@ -33,6 +33,8 @@ class StopMatcher:
 
         With the `final` one nothing is held back: it has begun no stop string after all.
         """
+        if not self._stops:
+            return Released(text)
         unarmed = len(self._held) if armed else len(self._held) + len(text)
         held = self._held + text
         match = self._first(held, unarmed)

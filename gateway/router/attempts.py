@@ -1,10 +1,10 @@
 """One prompt's way over the decode nodes, in as many attempts as it takes to end it.
 
-Owns what has been received of each choice, and from it the judgement of everything that comes: the
-next token, one that was there before, one too far; a node that says it has sent more than came; a
-request that was given up too often. Sampling is a pure function of the ids, so a node that gets
-those received so far goes on exactly where another one stopped. Pure: it sends nothing, and time is
-an argument.
+Owns what has been received of each choice, and from it what a node is sent, and the judgement of
+everything that comes: the next token, one that was there before, one too far; a node that says it
+has sent more than came; a request that was given up too often. Sampling is a pure function of the
+ids, so a node that gets those received so far goes on exactly where another one stopped. Pure: it
+sends nothing, and time is an argument.
 """
 
 from __future__ import annotations
@@ -12,18 +12,20 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import Enum
 
 from msgspec.structs import replace
 
 from kvferry.gateway.output.choice import Choice
+from kvferry.gateway.params import Params
 from kvferry.gateway.prompt.prompts import Prompt
 from kvferry.gateway.router.nodes import Placement
 from kvferry.gateway.router.report import without_own
 from kvferry.gateway.router.requests import Loss
+from kvferry.kvstore.keys import pack_tokens
 from kvferry.kvstore.wire.generation import (
     Done,
+    Generate,
     PromptSources,
     Running,
     Stages,
@@ -52,28 +54,22 @@ class Arrival(Enum):
     """No node that works would send it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """What a node that does what it was asked for can send."""
-
-    vocabulary: int
-    eos_ids: tuple[int, ...]
-    stop_token_ids: tuple[int, ...]
-    alternatives: int
-    """Beside each token, at most."""
-
-
 class Attempts:
     """One prompt and its choices. An attempt is its stay on one node; `number` tells them apart."""
 
     def __init__(
-        self, prompt: Prompt, choices: Sequence[Choice], first_choice: int, bounds: Bounds
+        self,
+        prompt: Prompt,
+        choices: Sequence[Choice],
+        first_choice: int,
+        params: Params,
+        eos_ids: tuple[int, ...],
+        vocabulary_size: int,
     ) -> None:
         self.prompt = prompt
         self.choices = choices
         self.first_choice = first_choice
         """The number in the whole response of its choice 0."""
-        self.bounds = bounds
         self.number = 0
         self.placement: Placement | None = None
         """Where it is; None: nowhere, until a decode node is there."""
@@ -91,6 +87,9 @@ class Attempts:
         """The account of it, once the request has ended."""
         self.vouched = True
         """Its account is a node's."""
+        self._params = params
+        self._eos_ids = eos_ids
+        self._vocabulary_size = vocabulary_size
         self._known = 0
         self._submitted = self._began = self._first = self._last = 0.0
         self._first_number = 0
@@ -119,6 +118,31 @@ class Attempts:
         self._began = now
         self.number += 1
         return self.number
+
+    def message(self, deadline_s: float, request: int, prefill_nodes: tuple[str, ...]) -> Generate:
+        """What a decode node is sent: the prompt, and what has come of each choice so far."""
+        prompt, params = self.prompt, self._params
+        ended = (at for at, choice in enumerate(self.choices) if choice.finish is not None)
+        return Generate(
+            request=request,
+            prompt=prompt.packed,
+            root=prompt.root,
+            tenant=prompt.tenant,
+            keys=prompt.keys,
+            max_tokens=prompt.max_tokens,
+            min_tokens=min(params.rules.min_tokens, prompt.max_tokens),
+            eos_ids=self._eos_ids,
+            stop_token_ids=params.stop_token_ids,
+            sampling=params.sampling,
+            seed=params.seed,
+            choices=params.n,
+            outputs=tuple(ids.tobytes() for ids in self.ids) if any(self.ids) else (),
+            finished=tuple(ended),
+            prefill_nodes=prefill_nodes,
+            priority=params.priority,
+            deadline_s=deadline_s,
+            forced=pack_tokens(params.forced),
+        )
 
     def sent(self, placement: Placement) -> None:
         """The attempt has begun there."""
@@ -163,15 +187,16 @@ class Attempts:
 
     def _plausible(self, token: Token) -> bool:
         """Whether the next token of a choice can be this one, and end it if it does."""
-        bounds, last = self.bounds, token.index + 1 >= self.prompt.max_tokens
+        last = token.index + 1 >= self.prompt.max_tokens
+        alternatives = self._params.sampling.logprobs or 0
         ids = (token.token, *(it for it, _ in token.top))
-        if len(ids) > 1 + bounds.alternatives or max(ids) >= bounds.vocabulary:
+        if len(ids) > 1 + alternatives or max(ids) >= self._vocabulary_size:
             return False
         reason, _, matched = token.finish.partition(":")
         if matched:
-            return int(matched) == token.token and token.token in bounds.stop_token_ids
+            return int(matched) == token.token and token.token in self._params.stop_token_ids
         if reason == "stop":
-            return token.token in bounds.eos_ids
+            return token.token in self._eos_ids
         return last if reason else not last
 
     def _behind(self, sent: Sequence[int]) -> bool:

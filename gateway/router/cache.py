@@ -12,8 +12,6 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import orjson
-
 from kvferry.gateway.errors import BadRequest, NotFound, Unavailable
 from kvferry.gateway.router.link import NodeLink
 from kvferry.gateway.router.nodes import Nodes
@@ -67,7 +65,9 @@ async def _reset_devices(nodes: Nodes) -> tuple[list[Json], list[str]]:
     """What each node's device pool forgot, and who is not there: it has nothing to forget."""
     named = [(node, name) for node, name in nodes.named() if node.role != "store"]
     linked = [(node, name) for node, name in named if node.welcome is not None]
-    answers = await asyncio.gather(*(node.reset_cache(ANSWER_SECONDS) for node, _ in linked))
+    answers = await asyncio.gather(
+        *(node.questions.reset_cache(ANSWER_SECONDS) for node, _ in linked)
+    )
     silent = [name for (_, name), answer in zip(linked, answers, strict=True) if answer is None]
     if silent:
         raise _unavailable("Not every cache was reset: no answer from", silent)
@@ -101,9 +101,11 @@ async def stats(nodes: Nodes) -> Json:
         if node.role != "store"
     ]
     stores = [(node, name) for node, name in nodes.named() if node.role == "store"]
-    replies = await asyncio.gather(*(node.ask_store("stats", ANSWER_SECONDS) for node, _ in stores))
-    for (node, name), reply in zip(stores, replies, strict=True):
-        rows.append(identity(name, node) | {"state": node.state} | _read(reply))
+    answers = await asyncio.gather(
+        *(node.questions.store("stats", ANSWER_SECONDS) for node, _ in stores)
+    )
+    for (node, name), answer in zip(stores, answers, strict=True):
+        rows.append(identity(name, node) | {"state": node.state} | answer)
     return {"nodes": rows}
 
 
@@ -207,30 +209,17 @@ async def _ask_stores(
     absent = [name for node, name in stores if node.welcome is None]
     if absent:
         raise _unavailable(f"{failure}: no link to", absent)
-    replies = await asyncio.gather(
+    answers = await asyncio.gather(
         *(
-            node.ask_store(action, ANSWER_SECONDS, tenant=tenant, keys=keys, seconds=seconds)
+            node.questions.store(action, ANSWER_SECONDS, tenant=tenant, keys=keys, seconds=seconds)
             for node, _ in stores
         )
     )
-    answers = [
-        (identity(name, node), _read(reply))
-        for (node, name), reply in zip(stores, replies, strict=True)
-    ]
-    for store, answer in answers:
+    for (_, name), answer in zip(stores, answers, strict=True):
         if "error" in answer:
-            raise _unavailable(f"{failure}: {answer['error']}:", [store["name"]])
-    return answers
-
-
-def _read(reply: bytes | None) -> Json:
-    if reply is None:
-        return {"error": f"no answer within {ANSWER_SECONDS:g} s"}
-    try:
-        said = orjson.loads(reply)
-    except orjson.JSONDecodeError:
-        said = None
-    return said if isinstance(said, dict) else {"error": "an answer that is no JSON object"}
+            raise _unavailable(f"{failure}: {answer['error']}:", [name])
+    whose = [identity(name, node) for node, name in stores]
+    return list(zip(whose, answers, strict=True))
 
 
 def _unavailable(text: str, names: Sequence[str]) -> Unavailable:

@@ -13,7 +13,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 
@@ -28,12 +28,11 @@ from kvferry.gateway.output.choice import Choice, Piece, Reply
 from kvferry.gateway.params import Params
 from kvferry.gateway.prompt.model import ServedModel
 from kvferry.gateway.prompt.prompts import Prompt
-from kvferry.gateway.router.attempts import Arrival, Attempts, Bounds
+from kvferry.gateway.router.attempts import Arrival, Attempts
 from kvferry.gateway.router.nodes import Nodes, NoNode
-from kvferry.gateway.router.report import Report, make_report
+from kvferry.gateway.router.report import Report, Timeline, make_report
 from kvferry.gateway.router.requests import Event, Loss, NodeLost
-from kvferry.kvstore.keys import pack_tokens
-from kvferry.kvstore.wire.generation import Generate, Rejected, Token
+from kvferry.kvstore.wire.generation import Rejected, Token
 
 NO_ROOM = ("server_overloaded", "shutting_down")
 """Refusals of one node that another one need not share."""
@@ -58,30 +57,6 @@ class Update:
     choice: int
     piece: Piece
     report: Report | None = None
-
-
-@dataclass(slots=True)
-class Timeline:
-    """When tokens reached the gateway, on the monotonic clock."""
-
-    submitted: float = 0.0
-    first: float = 0.0
-    last: float = 0.0
-    gaps: list[float] = field(default_factory=list)
-    """Seconds between a choice's successive tokens, not yet taken by the metrics."""
-    last_of: dict[int, float] = field(default_factory=dict)
-    """When each choice got its last token."""
-
-    @property
-    def ttft(self) -> float | None:
-        return self.first - self.submitted if self.first else None
-
-    def token(self, choice: int, now: float) -> None:
-        """A choice has got its next token."""
-        self.first = self.first or now
-        if choice in self.last_of:
-            self.gaps.append(now - self.last_of[choice])
-        self.last = self.last_of[choice] = now
 
 
 class _Wait(Enum):
@@ -122,16 +97,17 @@ class Generation:
         self._nodes = nodes
         self._timeouts = timeouts
         self._session = session
-        self._eos_ids = () if params.ignore_eos else model.eos_ids
-        bounds = Bounds(
-            model.vocabulary.size,
-            self._eos_ids,
-            params.stop_token_ids,
-            params.sampling.logprobs or 0,
-        )
+        eos_ids = () if params.ignore_eos else model.eos_ids
         self.attempts = [
-            Attempts(prompt, self.choices[first : first + params.n], first, bounds)
-            for prompt, first in zip(prompts, range(0, len(self.choices), params.n), strict=True)
+            Attempts(
+                prompt,
+                self.choices[at * params.n : (at + 1) * params.n],
+                at * params.n,
+                params,
+                eos_ids,
+                model.vocabulary.size,
+            )
+            for at, prompt in enumerate(prompts)
         ]
         """One of each prompt."""
         self._events: asyncio.Queue[_Arrived | ApiError] = asyncio.Queue()
@@ -192,7 +168,8 @@ class Generation:
             for timer in self._timers:
                 timer.cancel()
             for attempts in self.attempts:
-                _abort(attempts)
+                if not attempts.over:
+                    _abort(attempts)
 
     # -- sending -----------------------------------------------------------------------------------
 
@@ -216,12 +193,16 @@ class Generation:
 
     def _send(self, attempts: Attempts) -> None:
         """Begins an attempt at the best decode node; without any, waits if there was one before."""
-        number = attempts.begin(time.monotonic())
+        now, deadline = time.monotonic(), 0.0
+        if self._timeouts.request:
+            left = self.timeline.submitted + self._timeouts.request - now
+            deadline = min(max(0.001, left), FOREVER_SECONDS)
+        number = attempts.begin(now)
         try:
             placement = self._nodes.submit(
                 partial(self._post, attempts, number),
                 attempts.prompt,
-                partial(self._message, attempts),
+                partial(attempts.message, deadline),
                 attempts.refused_by | attempts.broken_by,
                 attempts.doubted,
                 self._session,
@@ -246,34 +227,6 @@ class Generation:
 
     def _post(self, attempts: Attempts, number: int, event: Event | _Wait) -> None:
         self._events.put_nowait((attempts, number, event))
-
-    def _message(
-        self, attempts: Attempts, request: int, prefill_nodes: tuple[str, ...]
-    ) -> Generate:
-        params, prompt, timeouts = self.params, attempts.prompt, self._timeouts
-        left = self.timeline.submitted + timeouts.request - time.monotonic()
-        return Generate(
-            request=request,
-            prompt=prompt.packed,
-            root=prompt.root,
-            tenant=prompt.tenant,
-            keys=prompt.keys,
-            max_tokens=prompt.max_tokens,
-            min_tokens=min(params.rules.min_tokens, prompt.max_tokens),
-            eos_ids=self._eos_ids,
-            stop_token_ids=params.stop_token_ids,
-            sampling=params.sampling,
-            seed=params.seed,
-            choices=params.n,
-            outputs=tuple(ids.tobytes() for ids in attempts.ids) if any(attempts.ids) else (),
-            finished=tuple(
-                at for at, choice in enumerate(attempts.choices) if choice.finish is not None
-            ),
-            prefill_nodes=prefill_nodes,
-            priority=params.priority,
-            deadline_s=min(max(0.001, left), FOREVER_SECONDS) if timeouts.request else 0.0,
-            forced=pack_tokens(params.forced),
-        )
 
     # -- events ------------------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from typing import Literal
 
 from kvferry.gateway.router.pacing import MessagePacer
 from kvferry.gateway.router.policy import MAX_KEYS, KnownKeys
+from kvferry.gateway.router.questions import Answer, Questions
 from kvferry.gateway.router.requests import (
     REPEAT_SECONDS,
     Loss,
@@ -42,16 +43,11 @@ from kvferry.kvstore.wire.generation import (
 )
 from kvferry.kvstore.wire.hello import Welcome
 from kvferry.kvstore.wire.status import (
-    CacheReset,
-    DebugReply,
-    DebugRequest,
     KeyBatch,
-    ResetCache,
     Resync,
     Status,
     StepNotice,
 )
-from kvferry.kvstore.wire.store import CacheReply, CacheRequest
 
 REFUSED_RETRY_SECONDS = 5.0
 STALL_SECONDS = 2.0
@@ -69,8 +65,6 @@ OFFENCE_SECONDS = 10.0
 SPARE_TOKENS = 64
 NewClient = Callable[[str], Client]
 Role = Literal["decode", "prefill", "store"]
-Answer = DebugReply | CacheReset | CacheReply
-"""To a question that carries a number."""
 
 
 class NodeLink:
@@ -86,6 +80,7 @@ class NodeLink:
         self.status: Status | None = None
         self.keys = KnownKeys()
         self.requests = OpenRequests(self.keys)
+        self.questions = Questions(self.send)
         self.usable = False
         """It answers, and computes as the others do."""
         self.stalled = False
@@ -105,8 +100,6 @@ class NodeLink:
         self._predicted = 0.0
         self._retry_at = 0.0
         self._resync_at = 0.0
-        self._asked: dict[int, asyncio.Future[Answer | None]] = {}
-        self._next_question = 1
 
     # -- what it is --------------------------------------------------------------------------------
 
@@ -224,10 +217,7 @@ class NodeLink:
         self.usable = self.stalled = self._given_up = False
         self.welcome = self.status = None
         self._predicted = 0.0
-        for question in self._asked.values():
-            if not question.done():
-                question.set_result(None)
-        self._asked.clear()
+        self.questions.abandon()
         for request in self.requests.clear():
             request.on_event(NodeLost(loss))
 
@@ -324,7 +314,9 @@ class NodeLink:
             if isinstance(message, StepOutput):
                 self._tokens(message)
             elif isinstance(message, Started | Running | Done | Rejected):
-                self._about_request(message)
+                request = self.requests.take(message, time.monotonic())
+                if request is not None:
+                    request.on_event(message)
             elif isinstance(message, Status):
                 self.status = message
             elif isinstance(message, StepNotice):
@@ -332,9 +324,7 @@ class NodeLink:
             elif isinstance(message, KeyBatch):
                 self._keys_changed(message)
             elif isinstance(message, Answer):
-                question = self._asked.pop(message.number, None)
-                if question is not None and not question.done():
-                    question.set_result(message)
+                self.questions.answered(message)
         except ProtocolBroken as error:
             self.note_offence(str(error))
 
@@ -375,64 +365,7 @@ class NodeLink:
             self.counters["strays"] += 1
             self.send(Abort(number))
 
-    def _about_request(self, message: Started | Running | Done | Rejected) -> None:
-        request = self.requests.open.get(message.request)
-        if request is None:
-            return
-        if isinstance(message, Started):
-            if request.started:
-                return
-            request.started = True
-        elif isinstance(message, Running):
-            if not request.asked:
-                return
-            request.asked = False
-        elif isinstance(message, Done) or message.code != "invalid_request" or not request.answered:
-            self.requests.remove(message.request, time.monotonic())
-        else:
-            return  # it is about a second copy: the first one runs
-        request.on_event(message)
-
     def check(self) -> None:
         """Proves the invariants of its link and its requests."""
         self.requests.check()
         assert self._client is not None or not self.requests.open, "requests without a link"
-
-    # -- questions ---------------------------------------------------------------------------------
-
-    async def ask(self, kind: str, body: bytes, timeout: float) -> bytes | None:
-        """The node's answer to a debug request; None when it has none in time."""
-        answer = await self._ask(lambda number: DebugRequest(number, kind, body), timeout)
-        return answer.body if isinstance(answer, DebugReply) else None
-
-    async def reset_cache(self, timeout: float) -> CacheReset | None:
-        """Makes the node forget every block that nobody uses; None when it says nothing in time."""
-        answer = await self._ask(ResetCache, timeout)
-        return answer if isinstance(answer, CacheReset) else None
-
-    async def ask_store(
-        self,
-        action: str,
-        timeout: float,
-        *,
-        tenant: bytes = b"",
-        keys: bytes = b"",
-        seconds: float = 0.0,
-    ) -> bytes | None:
-        """A store's answer to a `CacheRequest`, as JSON; None when it says nothing in time."""
-        answer = await self._ask(
-            lambda number: CacheRequest(number, action, tenant, keys, seconds), timeout
-        )
-        return answer.body if isinstance(answer, CacheReply) else None
-
-    async def _ask(self, make: Callable[[int], AnyMessage], timeout: float) -> Answer | None:
-        number, self._next_question = self._next_question, self._next_question + 1
-        question = self._asked[number] = asyncio.get_running_loop().create_future()
-        try:
-            if not self.send(make(number)):
-                return None
-            return await asyncio.wait_for(question, timeout)
-        except TimeoutError:
-            return None
-        finally:
-            self._asked.pop(number, None)

@@ -1,17 +1,41 @@
-"""What the nodes say of a whole response: where its prompt tokens came from, where time went.
+"""What is known of a whole response: where its prompt tokens came from, where time went.
 
-Owns the sums over the requests that a response is made of, and what counts of an account that is
-not the first one's. Pure.
+Owns the sums over the requests that a response is made of, what counts of an account that is not
+the first one's, and when tokens reached the gateway. Pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from msgspec.structs import astuple
 
 from kvferry.kvstore.wire.generation import Done, PromptSources, Stages
+
+
+@dataclass(slots=True)
+class Timeline:
+    """When tokens reached the gateway, on the monotonic clock."""
+
+    submitted: float = 0.0
+    first: float = 0.0
+    last: float = 0.0
+    gaps: list[float] = field(default_factory=list)
+    """Seconds between a choice's successive tokens, not yet taken by the metrics."""
+    last_of: dict[int, float] = field(default_factory=dict)
+    """When each choice got its last token."""
+
+    @property
+    def ttft(self) -> float | None:
+        return self.first - self.submitted if self.first else None
+
+    def token(self, choice: int, now: float) -> None:
+        """A choice has got its next token."""
+        self.first = self.first or now
+        if choice in self.last_of:
+            self.gaps.append(now - self.last_of[choice])
+        self.last = self.last_of[choice] = now
 
 
 @dataclass(frozen=True, slots=True)

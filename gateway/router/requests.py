@@ -122,6 +122,23 @@ class OpenRequests:
         request.stops[choice] = (kept, now)
         return kept
 
+    def take(self, message: Started | Running | Done | Rejected, now: float) -> OpenRequest | None:
+        """The request that something is said of, if it is open and this is news to it."""
+        request = self.open.get(message.request)
+        if request is None:
+            return None
+        if isinstance(message, Started):
+            news, request.started = not request.started, True
+        elif isinstance(message, Running):
+            news, request.asked = request.asked, False
+        else:
+            # A second copy of it is invalid, but the first one runs.
+            invalid = isinstance(message, Rejected) and message.code == "invalid_request"
+            news = not (invalid and request.answered)
+            if news:
+                self.remove(message.request, now)
+        return request if news else None
+
     def _note_answer(self, request: OpenRequest) -> None:
         if not request.answered:
             request.answered, request.prefill = True, ""
