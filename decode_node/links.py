@@ -34,13 +34,13 @@ class PrefillLinks:
         connect: Callable[[str], Client],
         clock: Callable[[], float],
         on_lost: Callable[[str], None],
-        said: SparseLog,
+        peer_log: SparseLog,
     ) -> None:
         self.stalls = 0
         self._connect = connect
         self._clock = clock
         self._on_lost = on_lost
-        self._said = said
+        self._peer_log = peer_log
         self._links: dict[str, Client] = {}
         self._avoided: dict[str, float] = {}
         self._announced: dict[str, float] = {}
@@ -84,7 +84,7 @@ class PrefillLinks:
     def avoid(self, address: str, why: str) -> None:
         """Gives the link up, and asks nothing of this node for a while."""
         text = "prefill node %s is not used for %g s: %s"
-        self._said.error("avoided", address, text, address, AVOID_SECONDS, why)
+        self._peer_log.error("avoided", address, text, address, AVOID_SECONDS, why)
         self._avoided[address] = self._clock() + AVOID_SECONDS
         self.lose(address)
 

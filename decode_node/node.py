@@ -98,8 +98,8 @@ class DecodeNode(ComputeNode[Sequence]):
             reuse=limits.reuse,
             clock=clock,
             handed_back=self._choose_prefill,
-            to_offer=lambda *span: self._offer(filled(*span)),
-            said=server.peer_log,
+            to_put=lambda *span: self._put(filled(*span)),
+            peer_log=server.peer_log,
             store=store,
         )
         self.requests = RequestTable(
@@ -252,9 +252,9 @@ class DecodeNode(ComputeNode[Sequence]):
         self.counters["computed_tokens"] += tokens
         self.requests.publish(produced)
         for one in produced.filled:
-            self._offer(one)
+            self._put(one)
 
-    def _offer(self, one: Filled) -> None:
+    def _put(self, one: Filled) -> None:
         """Gives blocks that are whole to the store."""
         if self._reuse:
             tenant = one.request.message.tenant

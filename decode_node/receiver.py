@@ -55,7 +55,7 @@ MAX_ATTEMPTS = 3
 class Receiver:
     """The decode node's side of all hand-offs.
 
-    `handed_back` is told of failed transfers, `to_offer` of blocks `[first, last)` of a sequence
+    `handed_back` is told of failed transfers, `to_put` of blocks `[first, last)` of a sequence
     that have landed and that no other node puts into the store of this one.
     """
 
@@ -68,14 +68,14 @@ class Receiver:
         reuse: bool,
         clock: Callable[[], float],
         handed_back: Callable[[Sequence], None],
-        to_offer: Callable[[Sequence, int, int], None],
-        said: SparseLog,
+        to_put: Callable[[Sequence, int, int], None],
+        peer_log: SparseLog,
         store: StoreClient | None = None,
     ) -> None:
         least = 2 * engine.spec.block_bytes
         windows = Windows(max(TRANSFER_WINDOW, least), NODE_WINDOW, least)
         self.transfers: Transfers[Sequence] = Transfers(engine.spec.block_bytes, windows)
-        self.links = PrefillLinks(connect, clock, self._lost, said)
+        self.links = PrefillLinks(connect, clock, self._lost, peer_log)
         self.retries = 0
         self.heard = 0
         """How often a prefill node said that it is still working for us."""
@@ -84,8 +84,8 @@ class Receiver:
         self._reuse = reuse
         self._clock = clock
         self._handed_back = handed_back
-        self._to_offer = to_offer
-        self._said = said
+        self._to_put = to_put
+        self._peer_log = peer_log
         self._store = store
 
     # -- asking -----------------------------------------------------------------------------------
@@ -191,7 +191,7 @@ class Receiver:
                 self.links.noticed(link, message)
             case _:
                 kind = type(message).__name__
-                self._said.warning(
+                self._peer_log.warning(
                     "ignored", link.address, "ignored a %s from %s", kind, link.address
                 )
 
@@ -207,7 +207,7 @@ class Receiver:
             return
         transfer = arriving.transfer
         if not arriving.sound:
-            self._said.error(
+            self._peer_log.error(
                 "unsound",
                 link.address,
                 "%s sent blocks that transfer %d cannot have",
@@ -219,10 +219,10 @@ class Receiver:
         before = transfer.leading
         damaged = self._write_all(transfer, message, arriving.fresh, payloads)
         if transfer.leading > before and not self._is_in_store(transfer, message):
-            self._to_offer(transfer.owner, before, transfer.leading)
+            self._to_put(transfer.owner, before, transfer.leading)
         if damaged is not None:
             self.transfers.counters.damaged += 1
-            self._said.error(
+            self._peer_log.error(
                 "damaged",
                 link.address,
                 "block %d of transfer %d from %s is damaged",
@@ -305,7 +305,7 @@ class Receiver:
         standing = (message.sent, len(transfer.landed))
         if not message.working and transfer.standing == standing:
             whose = transfer.prefill_node
-            self._said.warning(
+            self._peer_log.warning(
                 "holes",
                 whose,
                 "transfer %d from %s has lost frames; asking again",
@@ -361,7 +361,7 @@ class Receiver:
     def _declined(self, message: Declined) -> None:
         transfer = self.transfers.find(message.transfer, message.epoch)
         if transfer is not None:
-            self._said.info(
+            self._peer_log.info(
                 "declined",
                 transfer.prefill_node,
                 "%s declined (%.100s): %d blocks needed, %d available",
@@ -380,7 +380,7 @@ class Receiver:
         transfer = self.transfers.find(message.transfer, message.epoch)
         if transfer is not None:
             whose = transfer.prefill_node
-            self._said.warning("gave up", whose, "%s gave up: %.100s", whose, message.reason)
+            self._peer_log.warning("gave up", whose, "%s gave up: %.100s", whose, message.reason)
             self._fail(transfer, acknowledged=True, again=True)
 
     def cancel(self, sequence: Sequence) -> None:

@@ -97,7 +97,7 @@ class PrefillNode(ComputeNode[Job]):
             blocks = [chunk.job.blocks for chunk in chunks]  # a job lets go of them at its end
             self._ship()
             for chunk, its in zip(chunks, blocks, strict=True):
-                self._offer(chunk, its)  # now: what was lent is in the store already
+                self._put(chunk, its)  # now: what was lent is in the store already
 
     def _serve(self) -> None:
         """Everything but computing; also called between two layers."""
@@ -172,7 +172,7 @@ class PrefillNode(ComputeNode[Job]):
 
     # -- the store ------------------------------------------------------------------------------
 
-    def _offer(self, chunk: Chunk, blocks: list[int]) -> None:
+    def _put(self, chunk: Chunk, blocks: list[int]) -> None:
         """Gives what a pass has finished to the store; an aborted job holds nothing any more."""
         job, start, end = chunk
         if self.scheduler.reuse and blocks:

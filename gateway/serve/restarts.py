@@ -35,8 +35,8 @@ class ReportReader:
 
 
 def _report(line: bytes) -> RoleReport:
-    said: dict[str, Any] = json.loads(line)
-    return RoleReport(said.get("address"), bool(said.get("ready")), said.get("error"))
+    told: dict[str, Any] = json.loads(line)
+    return RoleReport(told.get("address"), bool(told.get("ready")), told.get("error"))
 
 
 class Restarts:

@@ -39,8 +39,8 @@ class StatusPipe:
         self, *, address: str | None = None, ready: bool | None = None, error: str | None = None
     ) -> None:
         """Says what is given: the bound address, that requests are served, or why this ends."""
-        said = {"address": address, "ready": ready, "error": error}
-        line = {name: value for name, value in said.items() if value is not None}
+        facts = {"address": address, "ready": ready, "error": error}
+        line = {name: value for name, value in facts.items() if value is not None}
         if self._fd is None or not line:
             return
         try:

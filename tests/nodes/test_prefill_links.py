@@ -40,8 +40,8 @@ def test_addresses_that_never_come_back_are_forgotten(
         return Client(context, address, Hello(PROTOCOL, "decode", {}), new_incarnation())
 
     lost: list[str] = []
-    said = SparseLog(logging.getLogger(__name__))
-    links = PrefillLinks(connect, lambda: now, lost.append, said)
+    peer_log = SparseLog(logging.getLogger(__name__))
+    links = PrefillLinks(connect, lambda: now, lost.append, peer_log)
     addresses = [f"tcp://127.0.0.1:{port}" for port in range(1, 40)]
     usable = [address for address in addresses if links.usable(address)]
     assert len(usable) == 35
