@@ -16,10 +16,10 @@ from kvferry.gateway.auth import Keys
 from kvferry.gateway.config import GatewayConfig
 from kvferry.gateway.errors import Aborted, ApiError, Unavailable, no_node, shutting_down
 from kvferry.gateway.intake.dispatch import Intake
-from kvferry.gateway.intake.reader import Reader
 from kvferry.gateway.prompt.memory import LastPrompts
 from kvferry.gateway.prompt.model import ServedModel
 from kvferry.gateway.prompt.prompts import PromptMaker, Shape
+from kvferry.gateway.protocols.common import ReadingContext
 from kvferry.gateway.router.generation import Generation, Timeouts, Update
 from kvferry.gateway.router.nodes import Nodes
 from kvferry.gateway.router.pacing import RequestPacer
@@ -54,8 +54,8 @@ class Gateway:
         nodes.on_lag = self.metrics.lagged
         self.prompts = PromptMaker(model)
         self.request_pacer = RequestPacer(REQUESTS_A_TURN)
-        reader = Reader(model, self.prompts, test_hooks=config.enable_test_hooks)
-        self.intake = Intake(config, reader)
+        context = ReadingContext(model, self.prompts, config.enable_test_hooks)
+        self.intake = Intake(config, context)
         self.tracer = open_tracer(config.otlp_traces_endpoint, model.name)
         self.last_prompts = LastPrompts()
         self.started = time.time()
@@ -96,9 +96,10 @@ class Gateway:
             raise shutting_down()
         if self.nodes.shape is None:
             raise no_node("loading")
-        if not self.nodes.ready:
+        slots = self.nodes.slots
+        if not slots:
             raise no_node("lost")
-        if self.unanswered() >= self.config.max_num_queued_reqs + self.nodes.slots:
+        if self.unanswered() >= self.config.max_num_queued_reqs + slots:
             raise Unavailable(
                 f"{self.config.max_num_queued_reqs} requests wait already.",
                 code="server_overloaded",

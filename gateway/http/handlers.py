@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from kvferry.gateway.errors import no_node
 from kvferry.gateway.http.bodies import json_response, read_body
-from kvferry.gateway.intake.reader import Detokenize, Tokenize
+from kvferry.gateway.protocols.tokens import Detokenize, Tokenize
 from kvferry.gateway.service import Gateway
 from kvferry.gateway.telemetry.access_log import record_of
 from kvferry.gateway.telemetry.metrics import CONTENT_TYPE

@@ -54,11 +54,11 @@ class RequestMiddleware:
                 added["x-request-id"] = added["request-id"] = record.request_id
             await send(message)
 
-        try:
-            with self._gateway.in_flight():
+        with self._gateway.in_flight():
+            try:
                 await self._serve(record, headers, scope, receive, send_with_id)
-        finally:
-            self._close(record, headers)
+            finally:
+                self._close(record, headers)
 
     async def _serve(
         self, record: Record, headers: Headers, scope: Scope, receive: Receive, send: Send

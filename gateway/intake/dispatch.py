@@ -15,15 +15,13 @@ from typing import TypeVar, overload
 
 from kvferry.gateway.config import GatewayConfig
 from kvferry.gateway.intake.reader import (
-    Detokenize,
     PreparedRequest,
-    Reader,
     ReadPrompts,
     ReadRequest,
-    Tokenize,
 )
 from kvferry.gateway.intake.worker import ReaderProcess
-from kvferry.gateway.protocols.common import Body
+from kvferry.gateway.protocols.common import Body, ReadingContext
+from kvferry.gateway.protocols.tokens import Detokenize, Tokenize
 
 THREADS = 2
 INLINE_BYTES = 2048
@@ -43,9 +41,9 @@ def is_large(body: Body) -> bool:
 class Intake:
     """Reads bodies for a gateway, wherever that harms its streams least."""
 
-    def __init__(self, config: GatewayConfig, reader: Reader) -> None:
+    def __init__(self, config: GatewayConfig, context: ReadingContext) -> None:
         self.worker = ReaderProcess(config)
-        self._reader = reader
+        self._context = context
         self._executor = _all_threads(ThreadPoolExecutor(THREADS, "intake"))
 
     def close(self) -> None:
@@ -65,10 +63,10 @@ class Intake:
     async def read(self, request: ReadRequest, body: Body) -> PreparedRequest | bytes:
         """What a body comes to; ApiError for what cannot be served."""
         if len(body) <= INLINE_BYTES:
-            return self._reader.read(request, body)
+            return request.read(body, self._context)
         if is_large(body):
             return await self.worker.read(request, body)
-        return await self.beside(lambda: self._reader.read(request, body))
+        return await self.beside(lambda: request.read(body, self._context))
 
 
 def _all_threads(executor: ThreadPoolExecutor) -> ThreadPoolExecutor:

@@ -60,7 +60,7 @@ class ReadResult(Struct, frozen=True):
 
 
 class ReaderProcess:
-    """A `Reader` in another process."""
+    """Another process that reads bodies."""
 
     def __init__(self, config: GatewayConfig) -> None:
         template = config.chat_template
@@ -79,7 +79,7 @@ class ReaderProcess:
         self.process: subprocess.Popen[bytes] | None = None
 
     async def read(self, request: ReadRequest, body: Body) -> PreparedRequest | bytes:
-        """What the `Reader` there makes of a body.
+        """What a body comes to there.
 
         Raises
         ------

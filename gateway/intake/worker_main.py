@@ -16,11 +16,11 @@ import msgspec
 
 from kvferry.gateway.config import GatewayConfig
 from kvferry.gateway.errors import ApiError, EngineFailure
-from kvferry.gateway.intake.reader import Reader, ReadRequest
+from kvferry.gateway.intake.reader import ReadRequest
 from kvferry.gateway.intake.worker import ReaderConfig, ReadResult, receive, send, to_failure
 from kvferry.gateway.prompt.model import load_model
 from kvferry.gateway.prompt.prompts import PromptMaker
-from kvferry.gateway.protocols.common import Body
+from kvferry.gateway.protocols.common import Body, ReadingContext
 from kvferry.kvstore.process.logs import set_up_logging
 
 log = logging.getLogger(__name__)
@@ -37,17 +37,17 @@ def main() -> None:
     requests = sys.stdin.buffer
     config = msgspec.msgpack.decode(receive(requests), type=ReaderConfig)
     set_up_logging("gateway", config.log_level, config.log_format)
-    reader = _reader(config)
+    context = _context(config)
     while True:
         try:
             request = msgspec.msgpack.decode(receive(requests), type=ReadRequest)
             body = receive(requests)
         except EOFError:
             return
-        send(results, msgspec.msgpack.encode(_result(reader, request, body)))
+        send(results, msgspec.msgpack.encode(_result(request, body, context)))
 
 
-def _reader(settings: ReaderConfig) -> Reader:
+def _context(settings: ReaderConfig) -> ReadingContext:
     config = GatewayConfig(
         model=settings.model,
         served_model_name=settings.served_model_name,
@@ -55,12 +55,12 @@ def _reader(settings: ReaderConfig) -> Reader:
         cache_dir=Path(settings.cache_dir),
     )
     model = load_model(config, lambda line: None)
-    return Reader(model, PromptMaker(model), test_hooks=settings.enable_test_hooks)
+    return ReadingContext(model, PromptMaker(model), settings.enable_test_hooks)
 
 
-def _result(reader: Reader, request: ReadRequest, body: Body) -> ReadResult:
+def _result(request: ReadRequest, body: Body, context: ReadingContext) -> ReadResult:
     try:
-        return ReadResult(reader.read(request, body))
+        return ReadResult(request.read(body, context))
     except ApiError as error:
         return ReadResult(None, to_failure(error))
     except Exception:

@@ -179,7 +179,7 @@ class ChatEncoder:
             if b"".join(map(self._tokenizer.bytes_of, tail)) != rest.encode("utf-8", "replace"):
                 return None
             ids.extend(tail)
-        if any(self._tokenizer.is_special(token) for token in ids):
+        if any(token in self._tokenizer.special for token in ids):
             return None
         return ids
 

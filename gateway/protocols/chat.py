@@ -16,7 +16,6 @@ from kvferry.gateway.output.choice import Piece, join
 from kvferry.gateway.params import Params, Vocabulary
 from kvferry.gateway.prompt.conversation import read_conversation
 from kvferry.gateway.prompt.messages import Message
-from kvferry.gateway.prompt.model import ServedModel
 from kvferry.gateway.protocols.common import (
     LEAST_LOGPROB,
     Answer,
@@ -26,6 +25,7 @@ from kvferry.gateway.protocols.common import (
     Ids,
     Json,
     ParsedRequest,
+    ReadingContext,
     Refused,
     decode,
     ending,
@@ -241,11 +241,12 @@ class Chat(Struct, frozen=True, tag="chat"):
 
     form: ClassVar[type[Form]] = ChatForm
 
-    def parse(self, body: Body, model: ServedModel, *, test_hooks: bool) -> ParsedRequest:
+    def parse(self, body: Body, context: ReadingContext) -> ParsedRequest:
         """What a body asks; ApiError for what cannot be served."""
         request = decode(body, ChatRequest)
+        model = context.model
         model.check_name(request.model)
-        params = read_chat(request, model.vocabulary, test_hooks=test_hooks)
+        params = read_chat(request, model.vocabulary, test_hooks=context.test_hooks)
         conversation = read_conversation(
             request.messages,
             add_generation_prompt=request.add_generation_prompt,

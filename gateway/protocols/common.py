@@ -23,7 +23,7 @@ from kvferry.gateway.output.choice import Finish, Piece
 from kvferry.gateway.params import Params
 from kvferry.gateway.prompt.conversation import Conversation
 from kvferry.gateway.prompt.model import ServedModel
-from kvferry.gateway.prompt.prompts import CompletionPrompt
+from kvferry.gateway.prompt.prompts import CompletionPrompt, PromptMaker
 from kvferry.gateway.router.generation import Generation, Update
 from kvferry.gateway.router.report import Report
 from kvferry.kvstore.wire.generation import SOURCES, STAGES
@@ -57,6 +57,15 @@ def refused_fields(kind: type[Struct]) -> tuple[str, ...]:
     """The names of a request's `Refused` fields."""
     types = ((field.name, field.type) for field in structs.fields(kind))
     return tuple(name for name, it in types if _REFUSED in getattr(it, "__metadata__", ()))
+
+
+@dataclass(frozen=True, slots=True)
+class ReadingContext:
+    """What bodies are read with. Safe to use from several threads."""
+
+    model: ServedModel
+    prompts: PromptMaker
+    test_hooks: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from kvferry.gateway.protocols.common import (
     Ids,
     Json,
     ParsedRequest,
+    ReadingContext,
     Refused,
     TokenId,
     decode,
@@ -178,10 +179,11 @@ class Completions(Struct, frozen=True, tag="completions"):
 
     form: ClassVar[type[Form]] = CompletionForm
 
-    def parse(self, body: Body, model: ServedModel, *, test_hooks: bool) -> ParsedRequest:
+    def parse(self, body: Body, context: ReadingContext) -> ParsedRequest:
         """What a body asks; ApiError for what cannot be served."""
         request = decode(body, CompletionRequest)
+        model = context.model
         model.check_name(request.model)
-        params = read_completion(request, model.vocabulary, test_hooks=test_hooks)
+        params = read_completion(request, model.vocabulary, test_hooks=context.test_hooks)
         add = request.add_special_tokens is not False
         return ParsedRequest(params, request.prompt, request.session, add_special_tokens=add)

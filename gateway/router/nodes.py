@@ -135,7 +135,7 @@ class Nodes:
 
     @property
     def slots(self) -> int:
-        """Requests that all decode nodes in use run at once."""
+        """Requests that all decode nodes in use run at once; 0: none takes any."""
         welcomes = (node.welcome for node in self.decode if node.able)
         return sum(welcome.max_num_seqs for welcome in welcomes if welcome is not None)
 

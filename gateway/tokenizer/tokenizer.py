@@ -38,11 +38,12 @@ class Tokenizer:
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         added = self._tokenizer.get_added_tokens_decoder()
-        self._special = {token: item.content for token, item in added.items() if item.special}
+        self.special = {token: item.content for token, item in added.items() if item.special}
+        """Texts of the special tokens, by id."""
         self._bytes = _bytes_reader(self._spec.get("decoder"))
         self._table: dict[int, bytes] = {}
         self._lock = threading.Lock()
-        self.control_text = ControlText({text: token for token, text in self._special.items()})
+        self.control_text = ControlText({text: token for token, text in self.special.items()})
         self.cutter = ChatCutter(cut_texts(self._spec.get("added_tokens") or []))
         self.size: int = self._tokenizer.get_vocab_size(with_added_tokens=True)
         self._prefix = _encode(self._tokenizer, "", True)
@@ -79,7 +80,7 @@ class Tokenizer:
             tokenizer, back = self._aliased
         text = self.control_text.to_aliases(rendered, marker)
         ids = _encode(tokenizer, text, False)
-        if any(token in self._special and token not in back for token in ids):
+        if any(token in self.special and token not in back for token in ids):
             raise CannotEncode("this model cannot take the text of a control token as plain text")
         return [back.get(token, token) for token in ids]
 
@@ -105,13 +106,10 @@ class Tokenizer:
 
     # -- decoding ----------------------------------------------------------------------------------
 
-    def is_special(self, token: int) -> bool:
-        return token in self._special
-
     def bytes_of(self, token: int, *, skip_special: bool = True) -> bytes:
         """What a token adds to the text; nothing for a special one or an id without a token."""
-        if token in self._special:
-            return b"" if skip_special else self._special[token].encode()
+        if token in self.special:
+            return b"" if skip_special else self.special[token].encode()
         found = self._table.get(token)
         if found is None:
             text = self._tokenizer.id_to_token(token) if token >= 0 else None

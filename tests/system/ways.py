@@ -12,14 +12,17 @@ import argparse
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
+from unittest.mock import patch
 
-from kvferry.tests.rigs.gateway.rig import running
+from kvferry.gateway.router import nodes
+from kvferry.tests.rigs.gateway.rig import running, wait_until
 from kvferry.tests.rigs.handoff.cluster import prompt_of
 from kvferry.tests.rigs.store.cluster import DISK, ask, cluster_of, settle, sources
 
@@ -70,11 +73,14 @@ def chat() -> Way:
         tracing("gateway", "kvstore") as way,
         tempfile.TemporaryDirectory() as folder,
         running(Path(folder)) as rig,
+        patch.object(nodes, "TICK_SECONDS", 3600.0),
     ):
         rig.chat(stream=True)
+        time.sleep(0.2)  # the last tick: what it does is on no request's way
         way.elsewhere.add(rig.decode._thread.ident)
         way.recording = True
         answer = rig.chat(stream=True, stream_options={"include_usage": True})
+        wait_until(rig.gateway._idle.is_set)  # it is counted and logged
         way.recording = False
         if not answer.text.endswith("data: [DONE]\n\n"):
             raise RuntimeError(f"no whole stream: {answer.text!r}")

@@ -109,7 +109,7 @@ TOKENIZER = Tokenizer(BYTE_LEVEL.to_str())
 def test_a_cut_reply_is_whole_tokens_and_the_rest_of_the_text(
     ids: list[int], stops: tuple[str, ...]
 ) -> None:
-    ids = [token for token in ids if not TOKENIZER.is_special(token)]
+    ids = [token for token in ids if token not in TOKENIZER.special]
     choice = Choice(TOKENIZER, OutputRules(stops=stops))
     shown = ""
     for at, token in enumerate(ids):

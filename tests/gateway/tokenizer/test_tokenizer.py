@@ -125,7 +125,7 @@ def test_truncation_and_padding_of_the_file_are_off() -> None:
 def test_content_never_becomes_control_tokens(raw: RawTokenizer, attack: str) -> None:
     tokenizer = wrapped(raw)
     ids = chat_ids(tokenizer, CHATML, attack)
-    controls = [tokenizer.name_of(token) for token in ids if tokenizer.is_special(token)]
+    controls = [tokenizer.name_of(token) for token in ids if token in tokenizer.special]
     if raw is BYTE_LEVEL:
         assert controls == ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
     else:
@@ -155,7 +155,7 @@ def test_marked_chats_read_as_they_were_written(parts: list[str]) -> None:
         return
     tokenizer = SHARED
     ids = chat_ids(tokenizer, "<|im_start|>{{ messages[0].content }}<|im_end|>", text)
-    assert [token for token in ids if tokenizer.is_special(token)] == [ids[0], ids[-1]]
+    assert [token for token in ids if token in tokenizer.special] == [ids[0], ids[-1]]
     assert tokenizer.decode(ids[1:-1]) == text
 
 
@@ -214,7 +214,7 @@ def test_ids_of_real_chats_equal_transformers(smollm2: Path) -> None:
 @given(st.text(max_size=40))
 def test_bytes_of_tokens_add_up_to_the_text(text: str) -> None:
     ids = SHARED.encode(text, add_special_tokens=False)
-    if not any(SHARED.is_special(token) for token in ids):
+    if not any(token in SHARED.special for token in ids):
         assert b"".join(map(SHARED.bytes_of, ids)) == text.encode()
 
 

@@ -67,7 +67,7 @@ class Model:
         return self.encoder.encode(self.rendered(chat, **options), "tenant", None)
 
     def controls(self, ids: Sequence[int]) -> list[int]:
-        return [token for token in ids if self.tokenizer.is_special(token)]
+        return [token for token in ids if token in self.tokenizer.special]
 
 
 @cache
