@@ -2,7 +2,7 @@
 
     python -m kvferry.bench.replay PATH… [--tier ram|disk|both] [--requests N]
 
-Owns the traces' format, the capacities and the table; the store is the real one, arena, segments
+Owns the traces' format, the capacities and the table; the store is the real one, arena, slots
 and files, without sockets and threads. Tokens are kept and bytes are scaled: a block's payload has
 `PAYLOAD_BYTES`, whatever its length in tokens. A block counts as a hit only while every earlier
 block of its request is one, is fetched, and is verified.
@@ -27,7 +27,7 @@ from kvferry.kvstore.tiers.block import Block
 from kvferry.kvstore.tiers.cache import TieredCache
 from kvferry.kvstore.tiers.disk.files import FileSystem
 from kvferry.kvstore.tiers.disk.record import record_bytes
-from kvferry.kvstore.tiers.disk.segments import SegmentIndex
+from kvferry.kvstore.tiers.disk.slots import SlotIndex
 from kvferry.kvstore.tiers.disk.worker import DiskJob, DiskWorker, ReadJob
 from kvferry.kvstore.tiers.fetches import HandedOut
 from kvferry.kvstore.tiers.host import HostTier
@@ -109,9 +109,7 @@ class Replay:
         index = None
         if disk_records:
             self._files.lock()
-            index = SegmentIndex(
-                disk_records * record_bytes(PAYLOAD_BYTES), b"\2" * 16, PAYLOAD_BYTES
-            )
+            index = SlotIndex(disk_records * record_bytes(PAYLOAD_BYTES), b"\2" * 16, PAYLOAD_BYTES)
         # One slot more: the one that is being written holds no block yet.
         self.tiers = TieredCache(HostTier(slots + 1), self._view, index, self._jobs.append)
         self._now = 0.0
@@ -185,7 +183,7 @@ class Replay:
             self.tiers.disk.step(self._now)
             if not self._jobs:
                 return handed
-            self._jobs.sort(key=lambda job: not (isinstance(job, ReadJob) and job.urgent))
+            self._jobs.sort(key=lambda job: not (isinstance(job, ReadJob)))
             for job in list(self._jobs):
                 self._jobs.remove(job)
                 self._worker.do(job)

@@ -140,7 +140,7 @@ def rate(size: int, action: Callable[[], object]) -> float:
 
 def drop_page_cache(folder: Path) -> None:
     """Asks the kernel to forget the files' pages."""
-    for path in folder.glob("segment-*"):
+    for path in folder.glob("*.kv"):
         fd = os.open(path, os.O_RDONLY)
         os.fsync(fd)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

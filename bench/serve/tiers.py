@@ -191,7 +191,7 @@ def _copy_speed(size: int = 256 << 20) -> float:
 
 def _read_speed(folder: Path) -> float:
     buffer, size, spent = bytearray(_PIECE), 0, 0.0
-    for path in folder.glob("segment-*"):
+    for path in folder.glob("*.kv"):
         with open(path, "rb", buffering=0) as file:
             start = time.perf_counter()
             while count := file.readinto(buffer):

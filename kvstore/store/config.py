@@ -77,7 +77,7 @@ def default_disk(store_dir: Path) -> int:
         place = place.parent
     try:
         disk = os.statvfs(place)
-        ours = sum(path.stat().st_size for path in store_dir.glob("segment-*.kv"))
+        ours = sum(path.stat().st_blocks * 512 for path in store_dir.glob("*.kv"))
     except OSError:
         return 0
     return min(MOST_DISK, (disk.f_bavail * disk.f_frsize + ours) // 2)

@@ -23,7 +23,7 @@ GAUGES = {
     "leased_blocks": "Blocks that somebody is reading.",
     "quarantined_blocks": "Blocks whose slot a lost node may still write to.",
     "quarantine_spent": "1: so many that the store is not well.",
-    "recovering_segments": "Files of an earlier store that are not read yet.",
+    "recovering_files": "Files of an earlier store that are not read yet.",
     "attached_nodes": "Nodes that put and fetch here.",
 }
 
@@ -49,11 +49,11 @@ def tier_figures(storage: ModelStorage | None, ram: int, disk: int) -> dict[str,
     if tier is not None:
         index = tier.index
         figures |= {
-            "disk_bytes": index.used,
+            "disk_bytes": index.held,
             "disk_capacity_bytes": index.cap,
             "disk_blocks": len(index),
             "unwritten_bytes": tier.unwritten * index.span,
-            "recovering_segments": tier.recovering,
+            "recovering_files": tier.recovering,
         }
     return {name: float(value) for name, value in figures.items()}
 

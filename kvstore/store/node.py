@@ -157,7 +157,7 @@ class StoreNode(NodeLoop):
             log.info("another model comes: the arena is emptied, the disk keeps what it has")
             disk = self.storage.tiers.disk
             if disk is not None:
-                self.storage.drain(lambda: not disk.index.wants_cleaning, self._clock)
+                self.storage.drain(lambda: not disk.index.to_erase, self._clock)
             self.storage.close()
             self.storage, self._memory = None, None
             if self._sizes.disk:

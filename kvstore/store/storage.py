@@ -9,7 +9,6 @@ and write, the file it knows.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +18,7 @@ from kvferry.kvstore.process.settings import format_size
 from kvferry.kvstore.tiers.cache import LEASE_SECONDS, TieredCache
 from kvferry.kvstore.tiers.disk.files import FileSystem
 from kvferry.kvstore.tiers.disk.record import fingerprint_digest
-from kvferry.kvstore.tiers.disk.segments import SegmentIndex
+from kvferry.kvstore.tiers.disk.slots import SlotIndex
 from kvferry.kvstore.tiers.disk.worker import (
     Disk,
     DiskFaults,
@@ -42,7 +41,7 @@ class StoreSizes:
     ram: int
     """Bytes of the arena."""
     disk: int
-    """Bytes of all segment files; 0: no disk tier."""
+    """Bytes of all files; 0: no disk tier."""
     folder: Path
     arena_folder: Path
     lease_s: float = LEASE_SECONDS
@@ -79,7 +78,7 @@ class ModelStorage:
         digest = fingerprint_digest(fingerprint)
         index = None
         if files is not None and sizes.disk:
-            index = SegmentIndex(sizes.disk, digest, block_bytes)
+            index = SlotIndex(sizes.disk, digest, block_bytes)
         if index is not None and not index.usable:
             log.warning(
                 "--store-disk %s holds too few blocks of %d bytes: there is no disk tier",
@@ -127,17 +126,12 @@ class ModelStorage:
 
     def close(self) -> None:
         """Ends the thread, then unmaps: nothing writes into the arena any more."""
-        if self.disk is not None and self.tiers.disk is not None:
-            while self.tiers.disk.index.cleaning is not None:  # else its file would be found again
-                self.disk.wait(0.05)
-                for job in self.disk.take_done():
-                    self.tiers.disk_done(job, time.monotonic())
+        if self.disk is not None:
             for job in self.disk.close():
                 if isinstance(job, ReadJob):
                     job.into.release()
                 elif isinstance(job, WriteJob):
-                    for payload in job.payloads:
-                        payload.release()
+                    job.payload.release()
         self.memory.remove()
         self.memory.close()
 
@@ -155,6 +149,10 @@ def open_files(folder: Path) -> FileSystem:
     files = FileSystem(folder)
     try:
         files.lock()
+        old = files.remove_old()
     except OSError as error:
         log.warning("the disk tier cannot use %s yet: %s", folder, error)
+        return files
+    if old:
+        log.warning("%d files of an older format were deleted from %s", old, folder)
     return files

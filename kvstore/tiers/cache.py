@@ -13,13 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvferry.kvstore.tiers.block import Block
-from kvferry.kvstore.tiers.disk.record import Record
-from kvferry.kvstore.tiers.disk.segments import SegmentIndex
+from kvferry.kvstore.tiers.disk.slots import SlotIndex
 from kvferry.kvstore.tiers.disk.tier import DiskTier
 from kvferry.kvstore.tiers.disk.worker import DiskJob, ReadJob
 from kvferry.kvstore.tiers.fetches import DISK, HOST, ChainFetch, ChainFetches, HandedOut
 from kvferry.kvstore.tiers.host import HostTier, Lease, Owner
-from kvferry.kvstore.tiers.victims import Victims
 
 LEASE_SECONDS = 10.0
 """How long a reader may take to copy what it was handed. Leases also hold up eviction."""
@@ -45,7 +43,7 @@ class TieredCache:
         self,
         host: HostTier,
         view: Callable[[int], memoryview],
-        index: SegmentIndex | None = None,
+        index: SlotIndex | None = None,
         submit: Callable[[DiskJob], None] | None = None,
         *,
         lease_s: float = LEASE_SECONDS,
@@ -54,11 +52,11 @@ class TieredCache:
         self.counters: Counter[str] = Counter()
         self.disk: DiskTier | None = None
         if index is not None and submit is not None:
-            self.disk = DiskTier(index, host, view, submit, self._save)
-        self.victims = Victims(host)
+            self.disk = DiskTier(index, host, view, submit)
         self.lease_s = lease_s
         self.fetches = ChainFetches(host, self.disk, self._start_read, self.counters, lease_s)
-        host.on_evicted = self._evicted
+        if self.disk is not None:
+            host.on_evicted = self.disk.evicted
         self._filling: dict[bytes, tuple[int, Block]] = {}
         """Blocks being read from disk, by key, and the slots they go to."""
         self._unwanted: set[bytes] = set()
@@ -76,7 +74,7 @@ class TieredCache:
         if not self.host.holds(owner, slot):
             self.counters["commits_refused"] += 1
             return False
-        known = not self.victims.forget(block.key) and block.key in self.host
+        known = block.key in self.host
         until = now + HOLD_SECONDS if hold else None
         lease = self.host.commit(owner, slot, block, until)
         if lease is not None:
@@ -98,11 +96,6 @@ class TieredCache:
             if holder == owner and slot not in slots:
                 self.counters["holds_mislaid"] += 1
                 self.release_held(owner, slot)
-
-    def _evicted(self, key: bytes) -> None:
-        self.victims.forget(key)
-        if self.disk is not None:
-            self.disk.evicted(key)
 
     # -- finding --------------------------------------------------------------------------------
 
@@ -149,7 +142,6 @@ class TieredCache:
         if self.disk is not None:
             self.disk.index.touch(keys)
             for key in keys:
-                self.victims.forget(key)
                 if key in self.host:  # used again: now it may displace something on disk
                     self.disk.write_behind(key)
         self.counters["fetches"] += 1
@@ -168,28 +160,9 @@ class TieredCache:
         self._filling[key] = slot, self.disk.read(key, slot).record.block
         return True
 
-    def _save(self, records: Sequence[Record]) -> None:
-        """The disk gives these up: their blocks stay in memory if there is room to spare."""
-        assert self.disk is not None
-        for record in records:
-            block = record.block
-            if block.key in self.host or block.key in self._filling:
-                continue
-            parent_there = block.parent in self._filling or self._tier_of(block.parent)
-            if block.depth and not parent_there:
-                continue
-            slot = self.victims.start_fill()
-            if slot is None:
-                return
-            self._filling[block.key] = slot, block
-            self.disk.save(record, slot)
-
     def prefetch(self, keys: Sequence[bytes], *, deadline: float, now: float) -> None:
         """Brings a chain's blocks from disk to the arena, without a reader."""
         self._prefetches += 1
-        for key in keys:
-            if self.victims.forget(key) and self.disk is not None:
-                self.disk.write_behind(key)
         window = max(1, self.host.num_slots // 4)
         fetch = ChainFetch(_PREFETCH, self._prefetches, keys, 0, deadline, window, keep=False)
         self.fetches.start(fetch, now)
@@ -200,7 +173,6 @@ class TieredCache:
         if self.disk is not None:
             self.disk.discard(key)
         if key in self.host:
-            self.victims.forget(key)
             self.host.discard(key)
         if key in self._filling:
             self._unwanted.add(key)
@@ -217,10 +189,8 @@ class TieredCache:
         block = job.record.block
         slot, _ = self._filling.pop(block.key)
         wanted = job.ok and block.key not in self._unwanted
-        if not job.urgent:
-            self.victims.filled(block.key, kept=wanted and block.key not in self.host)
         if wanted:
-            self.host.filled(slot, block, alone=not job.urgent)
+            self.host.filled(slot, block)
             until = self._pin_later.pop(block.key, 0.0)
             if until > now:
                 self.host.pin([block.key], until, self._most_pinned)
@@ -253,7 +223,6 @@ class TieredCache:
             if tenant is None or block.tenant == tenant:
                 self._unwanted.add(key)
         for key in gone:
-            self.victims.forget(key)
             self.host.discard(key)
         if tenant is None:
             self._pin_later.clear()
@@ -317,11 +286,7 @@ class TieredCache:
         """Monotonic counters of both tiers."""
         disk = {} if self.disk is None else self.disk.counters
         index = None if self.disk is None else self.disk.index
-        more = {} if index is None else {
-            "disk_segments_cleaned": index.cleaned,
-            "disk_rewritten": index.rewritten,
-            "disk_dropped": index.dropped,
-        }  # fmt: skip
+        more = {} if index is None else {"disk_evictions": index.evictions}
         return {
             **self.counters,
             **disk,
@@ -333,7 +298,6 @@ class TieredCache:
     def check(self) -> None:
         """Proves the invariants of everything the store owns."""
         self.host.check()
-        self.victims.check()
         self.fetches.check()
         if self.disk is not None:
             self.disk.check()

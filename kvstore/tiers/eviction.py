@@ -119,7 +119,7 @@ class ChainOrder:
             candidates = (key for key in self._newest if key not in self._children)
             victim = next(filter(may_go, candidates), None)
         if victim is not None:
-            self.give_up(victim)
+            self._give_up(victim)
         return victim
 
     def evict_inner(self, may_go: Callable[[bytes], bool]) -> bytes | None:
@@ -137,13 +137,13 @@ class ChainOrder:
             while above in self.entries and above not in seen:
                 seen.add(above)
                 if may_go(above):
-                    self.give_up(above)
+                    self._give_up(above)
                     return above
                 above = self.entries[above].parent
         return None
 
-    def give_up(self, key: bytes) -> None:
-        """A block goes, perhaps out of its turn; its uses are remembered."""
+    def _give_up(self, key: bytes) -> None:
+        """A block goes, and its uses are remembered."""
         self._ghosts[key] = self._drop(key).uses
         if len(self._ghosts) > self.capacity:
             self._ghosts.popitem(last=False)
@@ -266,10 +266,6 @@ class EvictionOrder(ChainOrder):
         self._try(key, parent, first)
         if key not in self._plain:
             self._touch_plain(key)
-
-    def restore(self, key: bytes, parent: bytes, *, first: bool = False) -> None:
-        """What has been given up is resident all the same, with the uses it had: no request."""
-        super().add(key, parent, first=first, found=(0, self._ghosts.pop(key, 1)))
 
     def _try(self, key: bytes, parent: bytes, first: bool) -> None:
         if key not in self._trial.entries:

@@ -121,12 +121,10 @@ class HostTier:
             slots.append(slot)
         return slots
 
-    def _take(self, *, spare: bool = False) -> int | None:
+    def _take(self) -> int | None:
         if self._free:
             return self._free.pop()
         key = self.order.evict(lambda it: self.may_go(it) and not self.is_unwritten(it))
-        if key is None and spare:
-            return None
         if key is None and self.is_on_disk is not None:
             key = self._take_inner(self.is_on_disk)
         if key is None:
@@ -159,12 +157,6 @@ class HostTier:
         """Whether nobody reads this findable block and nobody has pinned it."""
         return self._slot_of[key] not in self._leases_on and key not in self._pins
 
-    def evict(self, key: bytes) -> None:
-        """Evicts this block, which `may_go`, out of its turn."""
-        assert self.may_go(key), "a block is evicted that somebody reads or has pinned"
-        self.order.give_up(key)
-        self._free.append(self._vacate(key))
-
     def give_back(self, owner: Owner, slot: int) -> bool:
         """The writer will not use the slot; False if it was not its own."""
         if self._reserved.get(slot) != owner:
@@ -190,13 +182,7 @@ class HostTier:
         return self._settle(slot, block, owner, hold_until)
 
     def _settle(
-        self,
-        slot: int,
-        block: Block,
-        owner: Owner,
-        hold_until: float | None,
-        *,
-        alone: bool = False,
+        self, slot: int, block: Block, owner: Owner, hold_until: float | None
     ) -> Lease | None:
         lease = None if hold_until is None else self.lease(owner, block.key, hold_until, slot)
         if block.key in self._slot_of:
@@ -207,30 +193,20 @@ class HostTier:
             return lease
         self._slot_of[block.key] = slot
         self._block_in[slot] = block
-        if alone:
-            self.order.restore(block.key, block.parent, first=True)
-        else:
-            self.order.add(block.key, block.parent, first=block.depth == 0)
+        self.order.add(block.key, block.parent, first=block.depth == 0)
         return lease
 
-    def start_fill(self, *, spare: bool = False) -> int | None:
-        """A slot for the store's own I/O; None when nothing may be evicted.
-
-        `spare`: only a free slot, or that of a block which is the next to go in any case.
-        """
-        slot = self._take(spare=spare)
+    def start_fill(self) -> int | None:
+        """A slot for the store's own I/O; None when nothing may be evicted."""
+        slot = self._take()
         if slot is not None:
             self._filling.add(slot)
         return slot
 
-    def filled(self, slot: int, block: Block, *, alone: bool = False) -> None:
-        """The store's I/O into the slot has ended well.
-
-        `alone`: the block is worth keeping without its parent, which is to be found elsewhere; and
-        that it comes here is no use of it.
-        """
+    def filled(self, slot: int, block: Block) -> None:
+        """The store's I/O into the slot has ended well."""
         self._filling.remove(slot)
-        self._settle(slot, block, None, None, alone=alone)
+        self._settle(slot, block, None, None)
 
     def fill_failed(self, slot: int) -> None:
         """The store's I/O into the slot has ended; its bytes are worth nothing."""

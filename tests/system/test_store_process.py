@@ -123,7 +123,7 @@ def test_a_clean_stop_writes_what_was_put_last(tmp_path: Path, transfer: Transfe
         client = again.node(transfer)
         turn_until(
             client,
-            lambda: answer(client, client.admin("stats"))["gauges"]["recovering_segments"] == 0,
+            lambda: answer(client, client.admin("stats"))["gauges"]["recovering_files"] == 0,
         )
         fetch, reader = client.fetches.fetch(keys, deadline_s=LIMIT_S), Reader()
         while not fetch.ended:

@@ -1,4 +1,4 @@
-"""The disk tier's files: a directory of segments that one process owns.
+"""The disk tier's files: a directory of files of slots that one process owns.
 
 Owns the directory, its lock and every system call on it; it knows no index and decides nothing.
 `FileSystem` is the seam at which tests make a disk that is full, broken or gone.
@@ -7,6 +7,7 @@ Owns the directory, its lock and every system call on it; it knows no index and 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import os
@@ -18,31 +19,34 @@ from pathlib import Path
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.tiers.disk.record import ALIGNMENT, HEADER_BYTES, Record, unpack
 
-_NAME = re.compile(r"segment-(\d{10})\.kv")
+_NAME = re.compile(r"slots-(\d{10})\.kv")
+_OLD_NAMES = "segment-*.kv"
+"""Of files of the first format, which are not read."""
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2
+"""`fallocate` flags of linux/falloc.h."""
 LOCK_NAME = "lock"
 """Locked as long as a store lives. What it holds, a process number, is for people only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scan:
-    """What one segment file holds."""
+    """What one file holds."""
 
     number: int
     size: int
     records: tuple[Record, ...]
+    """All of one size."""
     damaged: int
-    """Stretches in which no record could be recognised."""
+    """Slots in which there is something that is no record."""
     torn: bool
-    """Whether the last record had been cut off, and was dropped."""
+    """Whether less than a slot was at the end, and was cut off."""
 
 
 class FileSystem:
-    """The system calls, for segments in one directory. Every method raises OSError."""
+    """The system calls, for files in one directory. Every method raises OSError."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._head: tuple[int, int] | None = None
-        """Number and descriptor of the segment that is appended to."""
         self._lock_fd: int | None = None
 
     def lock(self) -> None:
@@ -96,10 +100,10 @@ class FileSystem:
         return (there.st_ino, there.st_dev) == (ours.st_ino, ours.st_dev)
 
     def path(self, number: int) -> Path:
-        return self.folder / f"segment-{number:010d}.kv"
+        return self.folder / f"slots-{number:010d}.kv"
 
     def list(self) -> dict[int, int]:
-        """Segment numbers and file lengths, in order."""
+        """File numbers and lengths, in order."""
         found = {}
         for entry in os.scandir(self.folder):
             match = _NAME.fullmatch(entry.name)
@@ -107,39 +111,68 @@ class FileSystem:
                 found[int(match[1])] = entry.stat(follow_symlinks=False).st_size
         return dict(sorted(found.items()))
 
-    def append(self, number: int, offset: int, parts: Sequence[bytes | memoryview]) -> None:
-        """Writes all parts at the end of a segment, or leaves it as long as it was."""
-        fd = self._open_head(number)
-        there = os.fstat(fd)
-        if there.st_nlink == 0:
-            raise OSError(errno.ENOENT, "the segment was deleted", str(self.path(number)))
-        if there.st_size != offset:  # what should lie before it could not be written
-            raise OSError(errno.EIO, f"{there.st_size} bytes long, not {offset}")
-        size = sum(len(part) for part in parts)
+    def remove_old(self) -> int:
+        """Deletes what a store of the first format has left; how many files."""
+        old = list(self.folder.glob(_OLD_NAMES))
+        for path in old:
+            path.unlink(missing_ok=True)
+        return len(old)
+
+    def write_slot(
+        self,
+        number: int,
+        offset: int,
+        header: bytes,
+        payload: Sequence[bytes | memoryview],
+        least_size: int,
+    ) -> None:
+        """Writes a slot, its header last: whoever reads it before then finds no record.
+
+        A file that is to be `least_size` bytes long and is shorter is not written to; one that had
+        grown is as long as it was after an error.
+        """
+        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if least_size else os.O_CREAT)
+        fd = os.open(self.path(number), flags, 0o600)
         try:
-            written = self.write(fd, parts, offset)
-            if written != size:
-                raise OSError(errno.ENOSPC, f"only {written} of {size} bytes were written")
-        except OSError:
-            os.ftruncate(fd, offset)
-            raise
+            size = os.fstat(fd).st_size
+            if size < least_size:
+                raise OSError(errno.EIO, f"{size} bytes long, not {least_size}")
+            try:
+                self._write_all(fd, [bytes(len(header)), *payload], offset)
+                self._write_all(fd, [header], offset)
+            except OSError:
+                self._shrink(fd, number, size)
+                raise
+        finally:
+            os.close(fd)
+
+    def _write_all(self, fd: int, parts: Sequence[bytes | memoryview], offset: int) -> None:
+        size = sum(len(part) for part in parts)
+        written = self.write(fd, parts, offset)
+        if written != size:
+            raise OSError(errno.ENOSPC, f"only {written} of {size} bytes were written")
 
     def write(self, fd: int, parts: Sequence[bytes | memoryview], offset: int) -> int:
         return os.pwritev(fd, parts, offset)
 
-    def _open_head(self, number: int) -> int:
-        if self._head is not None and self._head[0] == number:
-            return self._head[1]
-        self.close_head()
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        fd = os.open(self.path(number), flags, 0o600)
-        self._head = (number, fd)
-        return fd
+    def _shrink(self, fd: int, number: int, size: int) -> None:
+        if size == 0:
+            self.path(number).unlink(missing_ok=True)
+        elif os.fstat(fd).st_size > size:
+            os.ftruncate(fd, size)
 
-    def close_head(self) -> None:
-        if self._head is not None:
-            os.close(self._head[1])
-            self._head = None
+    def erase(self, number: int, offset: int, size: int) -> None:
+        """Leaves no byte of what lies there; the file is as long as before, or gone."""
+        try:
+            fd = os.open(self.path(number), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return
+        try:
+            if not _punch_hole(fd, offset, size):
+                left = min(size, os.fstat(fd).st_size - offset)
+                self._write_all(fd, [bytes(max(0, left))], offset)
+        finally:
+            os.close(fd)
 
     def read(self, number: int, offset: int, into: Sequence[bytearray | memoryview]) -> int:
         """Reads into the buffers, in order; how many bytes there were."""
@@ -157,12 +190,10 @@ class FileSystem:
             return 0
 
     def delete(self, number: int) -> None:
-        if self._head is not None and self._head[0] == number:
-            self.close_head()
         self.path(number).unlink(missing_ok=True)
 
     def scan(self, number: int) -> Scan:
-        """All records of a segment, by their headers alone; a torn last one is cut off."""
+        """All records of a file, by their headers alone; a torn last one is cut off."""
         fd = os.open(self.path(number), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             return self._scan(fd, number)
@@ -171,42 +202,31 @@ class FileSystem:
 
     def _scan(self, fd: int, number: int) -> Scan:
         size = os.fstat(fd).st_size
+        span, strange = _span(fd, number, size)
+        if span == 0:
+            return Scan(number, size, (), int(strange), torn=False)
         records: list[Record] = []
-        damaged, lost, offset = 0, False, 0
-        end = 0
-        torn = False
-        while offset < size:
-            record = unpack(os.pread(fd, HEADER_BYTES, offset), number, offset)
-            if record is None:
-                damaged += not lost
-                lost = True
-                offset += ALIGNMENT
-                continue
-            lost = False
-            if offset + record.span > size:
-                torn = True
-                break
-            records.append(record)
-            offset += record.span
-            end = offset
-        if torn or lost:
-            damaged -= lost and not torn
-            torn = True
-            size = self._cut(number, end, size)
+        damaged = 0
+        for offset in range(0, size - span + 1, span):
+            header = os.pread(fd, HEADER_BYTES, offset)
+            record = unpack(header, number, offset)
+            if record is not None and record.span == span:
+                records.append(record)
+            else:
+                damaged += header != bytes(HEADER_BYTES)
+        torn = size % span > 0
+        if torn:
+            size = self._cut(number, size - size % span, size)
         return Scan(number, size, tuple(records), damaged, torn)
 
     def _cut(self, number: int, end: int, size: int) -> int:
         try:
-            if end == 0:
-                self.path(number).unlink()
-            else:
-                os.truncate(self.path(number), end)
+            os.truncate(self.path(number), end)
         except OSError:  # a read-only disk: the rest stays, and counts
             return size
         return end
 
     def close(self) -> None:
-        self.close_head()
         if self._lock_fd is not None:
             os.close(self._lock_fd)
             self._lock_fd = None
@@ -219,3 +239,28 @@ def _holder(fd: int) -> str:
     except OSError:
         return ""
     return f" (process {written})" if written.isdecimal() else ""
+
+
+def _span(fd: int, number: int, size: int) -> tuple[int, bool]:
+    """How long the slots of a file are, which its first record tells; 0: it holds none.
+
+    And whether there is anything before that record which is none.
+    """
+    strange = False
+    for offset in range(0, size, ALIGNMENT):
+        header = os.pread(fd, HEADER_BYTES, offset)
+        record = unpack(header, number, offset)
+        if record is not None and offset % record.span == 0 and offset + record.span <= size:
+            return record.span, strange
+        strange = strange or header != bytes(HEADER_BYTES)
+    return 0, strange
+
+
+def _punch_hole(fd: int, offset: int, size: int) -> bool:
+    """Gives the bytes back to the disk; they read as zeros. False where that cannot be done."""
+    try:
+        fallocate = ctypes.CDLL(None, use_errno=True).fallocate64
+    except (AttributeError, OSError):  # another system than Linux, or another C library
+        return False
+    fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+    return int(fallocate(fd, _KEEP_SIZE | _PUNCH_HOLE, offset, size)) == 0

@@ -1,6 +1,6 @@
 """One block on disk: a header that says what it is and where it belongs, and its bytes.
 
-Owns the layout, nothing else. A record begins on a 4 KiB boundary of its segment file:
+Owns the layout, nothing else. A record begins on a 4 KiB boundary of its file:
 
     0    8   magic
     8   16   fingerprint      of the build and model whose bytes these are
@@ -10,10 +10,10 @@ Owns the layout, nothing else. A record begins on a 4 KiB boundary of its segmen
     72   4   depth
     76   4   payload bytes
     80   8   payload checksum xxh3-64
-    88   8   segment number   a record that was copied elsewhere is none; of two records of
-    96   8   offset           one key the one behind the other counts
-    104  8   time of writing  seconds since 1970
-    112  4   uses
+    88   8   file number      a record that was copied elsewhere is none
+    96   8   offset
+    104  8   sequence         grows with each write; of two records of one key the later counts
+    112  4   uses             when it was written
     116  4   zero
     120  8   header checksum  xxh3-64 of bytes 0 to 120
     128      payload
@@ -34,13 +34,16 @@ from kvferry.kvstore.tiers.block import Block
 
 ALIGNMENT = 4096
 HEADER_BYTES = 128
-_MAGIC = b"kvferry1"
+_MAGIC = b"kvferry2"
 _FIELDS = struct.Struct("<8s16s16s16s16sIIQQQQII")
 _SUM = struct.Struct("<Q")
 
+Slot = tuple[int, int]
+"""Where a record lies: the number of its file, and the offset in it."""
+
 
 def record_bytes(payload_bytes: int) -> int:
-    """How much of a segment a block takes."""
+    """How much of a file a block takes."""
     return -(-(HEADER_BYTES + payload_bytes) // ALIGNMENT) * ALIGNMENT
 
 
@@ -61,14 +64,18 @@ class Record:
     fingerprint: bytes
     block: Block
     payload_bytes: int
-    segment: int
+    file: int
     offset: int
-    written_s: int
+    sequence: int
     uses: int
 
     @property
     def span(self) -> int:
         return record_bytes(self.payload_bytes)
+
+    @property
+    def slot(self) -> Slot:
+        return self.file, self.offset
 
     def pack(self) -> bytes:
         block = self.block
@@ -81,16 +88,16 @@ class Record:
             block.depth,
             self.payload_bytes,
             block.checksum,
-            self.segment,
+            self.file,
             self.offset,
-            self.written_s,
+            self.sequence,
             self.uses,
             0,
         )
         return fields + _SUM.pack(xxhash.xxh3_64_intdigest(fields))
 
 
-def unpack(header: bytes | bytearray | memoryview, segment: int, offset: int) -> Record | None:
+def unpack(header: bytes | bytearray | memoryview, file: int, offset: int) -> Record | None:
     """The record whose header this is, if it is one and belongs here."""
     if len(header) < HEADER_BYTES:
         return None
@@ -98,10 +105,10 @@ def unpack(header: bytes | bytearray | memoryview, segment: int, offset: int) ->
     (stated,) = _SUM.unpack_from(header, _FIELDS.size)
     if not fields.startswith(_MAGIC) or xxhash.xxh3_64_intdigest(fields) != stated:
         return None
-    (_, fingerprint, tenant, parent, key, depth, size, checksum, number, at, written, uses, _) = (
+    (_, fingerprint, tenant, parent, key, depth, size, checksum, number, at, sequence, uses, _) = (
         _FIELDS.unpack(fields)
     )
-    if (number, at) != (segment, offset):
+    if (number, at) != (file, offset):
         return None
     block = Block(key, parent, tenant, depth, checksum)
-    return Record(fingerprint, block, size, segment, offset, written, uses)
+    return Record(fingerprint, block, size, file, offset, sequence, uses)

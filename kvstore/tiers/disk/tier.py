@@ -1,26 +1,25 @@
-"""What the disk tier does next: write-behind, cleaning, recovery, and getting on without a disk.
+"""What the disk tier does next: write-behind, erasing, recovery, and getting on without a disk.
 
-Joins the index of segments, the arena that blocks are written from, and the thread that does the
-I/O. It decides and accounts; it makes no system call but the listing of the directory at the start.
+Joins the index of slots, the arena that blocks are written from, and the thread that does the I/O.
+It decides and accounts; it makes no system call but the listing of the directory at the start.
 
-Blocks of the arena are written as they come, in batches, whenever reads leave room. An error ends
-the batch, is counted, and the tier rests for a growing while; blocks stay in the arena meanwhile
-and are tried again. When blocks come faster than they can be written the newest are shed.
+Blocks of the arena are written as they come, some at a time, whenever reads leave room. After an
+error, which is counted, the tier rests for a growing while; blocks stay in the arena meanwhile and
+are tried again. When blocks come faster than they can be written the newest are shed. Nothing is
+written before all files of an earlier store have been read.
 """
 
 from __future__ import annotations
 
 import logging
-import time
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from kvferry.kvstore.tiers.disk.record import Record
-from kvferry.kvstore.tiers.disk.segments import Placed, SegmentIndex
+from kvferry.kvstore.tiers.disk.slots import Placed, SlotIndex
 from kvferry.kvstore.tiers.disk.worker import (
-    DeleteJob,
     DiskJob,
-    MoveJob,
+    EraseJob,
     ProbeJob,
     ReadJob,
     ScanJob,
@@ -31,7 +30,9 @@ from kvferry.kvstore.tiers.host import FOREVER, HostTier, Lease
 log = logging.getLogger(__name__)
 
 BATCH_BYTES = 4 << 20
-"""Of one write: a read that comes meanwhile waits for no more than that."""
+"""Of the writes that are asked for at once."""
+MOST_ERASURES = 256
+"""Of those that are asked for at once."""
 STARVED_SECONDS = 0.05
 """A batch is written this long after the last one even while reads wait."""
 FIRST_REST_S, FAILING_REST_S, LONGEST_REST_S = 0.5, 2.0, 30.0
@@ -40,29 +41,22 @@ _OWNER = "disk"
 
 
 class DiskTier:
-    """The disk tier of one arena. `submit` hands a job to whoever does the I/O.
-
-    `give_up` is told of the records that a cleaning drops, while they can still be read.
-    """
+    """The disk tier of one arena. `submit` hands a job to whoever does the I/O."""
 
     def __init__(
         self,
-        index: SegmentIndex,
+        index: SlotIndex,
         host: HostTier,
         view: Callable[[int], memoryview],
         submit: Callable[[DiskJob], None],
-        give_up: Callable[[Sequence[Record]], None],
-        wall: Callable[[], float] = time.time,
     ) -> None:
         self.index = index
         self.counters: Counter[str] = Counter()
         self.recovering = 0
-        """Segments whose records are not known yet."""
+        """Files whose records are not known yet."""
         self._host = host
         self._view = view
         self._submit = submit
-        self._give_up = give_up
-        self._wall = wall
         self._dirty: OrderedDict[bytes, None] = OrderedDict()
         host.is_unwritten = self._dirty.__contains__
         host.is_on_disk = index.__contains__
@@ -74,8 +68,7 @@ class DiskTier:
         """Tenants that were cleared while files of theirs may not have been read yet."""
         self._reads = 0
         self._writes = 0
-        self._moves = 0
-        """Out of the segment that is being cleaned."""
+        """Erasures too."""
         self._jobs = 0
         """Everything submitted and not done."""
         self._rest = FIRST_REST_S
@@ -88,19 +81,16 @@ class DiskTier:
     # -- recovery -------------------------------------------------------------------------------
 
     def recover(self, files: dict[int, int], delete: Callable[[int], None]) -> None:
-        """Starts from the files that are there. Those beyond the cap go first, oldest first."""
+        """Starts from the files that are there. Of those beyond the cap the last ones go first."""
         total = sum(files.values())
-        kept = []
-        for number, size in files.items():
+        for number, size in reversed(files.items()):
             if total > self.index.cap:
                 delete(number)
                 total -= size
-                self.counters["disk_segments_over_cap"] += 1
+                self.counters["disk_files_over_cap"] += 1
                 continue
             self.index.found(number, size)
-            kept.append(number)
-        self.recovering = len(kept)
-        for number in reversed(kept):  # what is newest is asked for first
+            self.recovering += 1
             self._give(ScanJob(number))
 
     # -- blocks ---------------------------------------------------------------------------------
@@ -135,10 +125,6 @@ class DiskTier:
         self._give(job)
         return job
 
-    def save(self, record: Record, slot: int) -> None:
-        """Starts reading what was given up into a slot; nobody waits for it."""
-        self._give(ReadJob(record, self._view(slot), urgent=False))
-
     def discard(self, key: bytes) -> None:
         """A block is not to be trusted, wherever it came from."""
         self._dirty.pop(key, None)
@@ -165,10 +151,8 @@ class DiskTier:
         return self._delete_all()
 
     def _delete_all(self) -> int:
-        numbers = list(self.index.segments)
         count = self.index.clear_all()
-        for number in numbers:
-            self._delete(number)
+        self._erase()
         return count
 
     # -- deciding -------------------------------------------------------------------------------
@@ -178,10 +162,9 @@ class DiskTier:
         if now >= self._probe_at:
             self._probe_at = now + PROBE_SECONDS
             self._give(ProbeJob())
-        if now < self._resting_until or self._writes:
+        if now < self._resting_until or self._writes or self.recovering:
             return
-        if self.index.wants_cleaning:
-            self._clean()
+        self._erase()
         if not self._dirty:
             return
         if self._reads and now - self._last_write < STARVED_SECONDS:
@@ -189,59 +172,32 @@ class DiskTier:
         self._last_write = now
         self._write()
 
+    def _erase(self) -> None:
+        for erasure in self.index.erasures(MOST_ERASURES):
+            self._writes += 1
+            self._give(EraseJob(erasure, self.index.span))
+
     def _write(self) -> None:
-        batch: list[Record] = []
-        full = False
-        most = min(self._batch, max(1, BATCH_BYTES // self.index.span))
-        wall = int(self._wall())
-        for _ in range(most):
+        for _ in range(min(self._batch, max(1, BATCH_BYTES // self.index.span))):
             if not self._dirty:
-                break
+                return
             key = next(iter(self._dirty))
-            placed = self.index.place(self._host.block(key), self._host.order.uses(key), wall)
+            placed = self.index.place(self._host.block(key), self._host.order.uses(key))
             if placed is Placed.FULL:
-                full = True
-                break
+                self.index.make_room()
+                self._erase()
+                return
             del self._dirty[key]
             if isinstance(placed, Record):
-                self._hold(placed)
-                batch.append(placed)
+                self._write_one(placed)
             else:
                 self.counters["disk_not_worth"] += 1
-        for records in _runs(batch):
-            payloads = tuple(self._view(self._writing[it.block.key][0].slot) for it in records)
-            self._writes += 1
-            self._give(WriteJob(records, payloads))
-        if full:  # behind the batch: what is moved lies behind it in the same segment
-            self._clean()
 
-    def _hold(self, record: Record) -> None:
+    def _write_one(self, record: Record) -> None:
         lease = self._host.lease(_OWNER, record.block.key, FOREVER)
         self._writing[record.block.key] = lease, record
-
-    def _clean(self) -> None:
-        cleaning = self.index.clean(int(self._wall()))
-        if cleaning is None:
-            return
-        self._give_up(cleaning.dropped)
-        self._moves = len(cleaning.moves)
-        for source, target in cleaning.moves:
-            self._writes += 1
-            self._give(MoveJob(source, target))
-        if not self._moves:
-            self._emptied(cleaning.segment)
-
-    def _emptied(self, segment: int) -> None:
-        """Deletes what was cleaned. Not before the last move is known to have ended: until then
-        records are read where they lay, and the file would go before those reads."""
-        left = self.index.emptied(segment)
-        if left is not None:
-            self._give_up(left)
-            self._delete(segment)
-
-    def _delete(self, segment: int) -> None:
         self._writes += 1
-        self._give(DeleteJob(segment))
+        self._give(WriteJob(record, self._view(lease.slot), self.index.least_size(record)))
 
     def _give(self, job: DiskJob) -> None:
         self._jobs += 1
@@ -254,17 +210,14 @@ class DiskTier:
         self._jobs -= 1
         match job:
             case ReadJob():
-                self._reads -= job.urgent
+                self._reads -= 1
                 self._read_done(job, now)
             case WriteJob():
                 self._writes -= 1
                 self._write_done(job, now)
-            case MoveJob():
+            case EraseJob():
                 self._writes -= 1
-                self._move_done(job, now)
-            case DeleteJob():
-                self._writes -= 1
-                self._delete_done(job, now)
+                self._erase_done(job, now)
             case ScanJob():
                 self._scan_done(job)
             case ProbeJob():
@@ -273,16 +226,13 @@ class DiskTier:
     def _read_done(self, job: ReadJob, now: float) -> None:
         job.into.release()
         if job.ok:
-            if job.urgent:
-                self.counters["disk_reads"] += 1
-                self.counters["disk_read_bytes"] += job.record.payload_bytes
-            else:
-                self.counters["disk_saved"] += 1
+            self.counters["disk_reads"] += 1
+            self.counters["disk_read_bytes"] += job.record.payload_bytes
             return
         record = job.record
         self._damaged(record, job.damage)
         if job.damage == "short":
-            lost = self.index.truncated(record.segment, job.file_bytes)
+            lost = self.index.shortened(record.file, job.file_bytes)
             self.counters["disk_records_lost"] += lost
             self._probe_at = now  # perhaps the whole directory is gone
 
@@ -294,61 +244,36 @@ class DiskTier:
             self.index.discard(key)
 
     def _write_done(self, job: WriteJob, now: float) -> None:
-        for payload in job.payloads:
-            payload.release()
-        keys = [record.block.key for record in job.records]
-        for key in keys:
-            self._host.release(self._writing.pop(key)[0])
+        job.payload.release()
+        key = job.record.block.key
+        self._host.release(self._writing.pop(key)[0])
+        doomed = key in self._doomed
+        self._doomed.discard(key)
         if job.error is not None:
-            first = job.records[0]
-            lost = self.index.failed(job.records, {first.segment: job.file_bytes})
+            lost = self.index.failed(job.record, job.file_bytes)
             self.counters["disk_records_lost"] += lost
             self._failed(job.error, now)
-            for key in reversed(keys):
-                if key in self._host and key not in self._doomed:
-                    self._dirty[key] = None
-                    self._dirty.move_to_end(key, last=False)
-        else:
-            self._rest = FIRST_REST_S
-            self._batch = min(BATCH_BYTES, 2 * self._batch)
-            self.counters["disk_writes"] += len(job.records)
-            self.counters["disk_write_bytes"] += sum(record.span for record in job.records)
-            for record in job.records:
-                self._landed(record)
-        self._doomed.difference_update(keys)
-
-    def _landed(self, record: Record) -> None:
-        self.index.landed(record)
-        key = record.block.key
-        if key in self._doomed:
-            self.index.rewrite(record.segment)
+            if key in self._host and not doomed:
+                self._dirty[key] = None
+                self._dirty.move_to_end(key, last=False)
+            return
+        self._rest = FIRST_REST_S
+        self._batch = min(BATCH_BYTES, 2 * self._batch)
+        self.counters["disk_writes"] += 1
+        self.counters["disk_write_bytes"] += job.record.span
+        self.index.landed(job.record)
+        if doomed:
             if key in self.index:
-                self.index.discard(key)
-            self._doomed.discard(key)
+                self.index.soil(key)
             if key in self._host:  # it has been put again since
                 self.write_behind(key)
 
-    def _move_done(self, job: MoveJob, now: float) -> None:
-        if job.error is not None:
-            lost = self.index.failed([job.target], {job.target.segment: job.file_bytes})
-            self.counters["disk_records_lost"] += lost
-            self._failed(job.error, now)
-        elif job.damage:
-            self.index.failed([job.target], {})
-            self._damaged(job.source, job.damage)
-        else:
-            self.index.moved(job.source, job.target)
-            self.counters["disk_rewritten_bytes"] += job.target.span
-        self._moves -= 1
-        if not self._moves:
-            self._emptied(job.source.segment)
-
-    def _delete_done(self, job: DeleteJob, now: float) -> None:
-        if job.error is not None:
-            self._failed(job.error, now)
-            self.index.keep(job.segment, job.file_bytes)
+    def _erase_done(self, job: EraseJob, now: float) -> None:
+        if job.error is None:
+            self.index.erased(job.erasure)
             return
-        self.index.deleted(job.segment)
+        self.index.not_erased(job.erasure, job.file_bytes)
+        self._failed(job.error, now)
 
     def _scan_done(self, job: ScanJob) -> None:
         self.recovering -= 1
@@ -358,11 +283,11 @@ class DiskTier:
 
     def _scanned(self, job: ScanJob) -> None:
         if job.scan is None:
-            log.warning("cannot read segment %d: %s", job.segment, job.error)
+            log.warning("cannot read file %d: %s", job.file, job.error)
             self.counters["disk_read_errors"] += 1
-            self.index.recovered(job.segment, 0, ())
+            self.index.unreadable(job.file)
             return
-        found = self.index.recovered(job.segment, job.scan.size, job.scan.records)
+        found = self.index.recovered(job.file, job.scan.size, job.scan.records)
         self.counters["disk_recovered"] += found
         self.counters["disk_foreign"] += len(job.scan.records) - found
         self.counters["disk_damaged_header"] += job.scan.damaged
@@ -392,10 +317,8 @@ class DiskTier:
 
     @property
     def idle(self) -> bool:
-        """Nothing is in flight and nothing waits to be written."""
-        if self._jobs or self._dirty or self.index.wants_cleaning:
-            return False
-        return self.index.cleaning is None
+        """Nothing is in flight and nothing waits to be written or erased."""
+        return not (self._jobs or self._dirty or self.index.to_erase)
 
     @property
     def failing(self) -> bool:
@@ -404,8 +327,9 @@ class DiskTier:
 
     def wants_turn(self, now: float) -> bool:
         """Whether a `step` soon could start something, without any outcome before it."""
-        waiting = bool(self._dirty) or self.index.wants_cleaning
-        return waiting and not self._writes and now >= self._resting_until
+        waiting = bool(self._dirty) or self.index.to_erase > 0
+        busy = self._writes or self.recovering
+        return waiting and not busy and now >= self._resting_until
 
     def ledger(self) -> dict[str, int]:
         return {
@@ -421,14 +345,3 @@ class DiskTier:
         self.index.check()
         assert all(key in self._host for key in self._dirty), "an unwritten block is gone"
         assert self._reads >= 0 and self._writes >= 0, "more was done than was started"
-
-
-def _runs(records: list[Record]) -> list[tuple[Record, ...]]:
-    """Records that lie one behind the other, together."""
-    runs: list[list[Record]] = []
-    for record in records:
-        if runs and runs[-1][-1].segment == record.segment:
-            runs[-1].append(record)
-        else:
-            runs.append([record])
-    return [tuple(run) for run in runs]

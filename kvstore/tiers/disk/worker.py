@@ -1,9 +1,9 @@
 """The disk tier's thread: it does what the store's loop has decided, reads before all else.
 
 Owns the queue between the two and the verification of what is read. It decides nothing, keeps no
-index and touches no accounting: a job in, an outcome out. Jobs that are no reads, and reads that
-nobody waits for, are done in order, one at a time, and every other read is done before the next of
-them.
+index and touches no accounting: a job in, an outcome out. Jobs that are no reads are done in order,
+one at a time, and every read that waits is done before the next of them: so what is to be read is
+read before its slot is written to.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import xxhash
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.tiers.disk.files import FileSystem, Scan
 from kvferry.kvstore.tiers.disk.record import HEADER_BYTES, Record, unpack
+from kvferry.kvstore.tiers.disk.slots import Erasure
 
 
 @dataclass(slots=True)
@@ -30,8 +31,6 @@ class ReadJob:
 
     record: Record
     into: memoryview
-    urgent: bool = True
-    """Somebody waits for it."""
     ok: bool = False
     damage: str = ""
     """`header`, `payload` or `short`; empty when it was read well, or `gone` by an I/O error."""
@@ -42,30 +41,24 @@ class ReadJob:
 
 @dataclass(slots=True)
 class WriteJob:
-    """Append these blocks, which lie one behind the other in one segment."""
+    """Write this block to its slot."""
 
-    records: tuple[Record, ...]
-    payloads: tuple[memoryview, ...]
+    record: Record
+    payload: memoryview
+    least_size: int
+    """Of its file, before; 0: it may have to be made."""
     error: OSError | None = None
     file_bytes: int = 0
+    """Length of the file, after an error."""
     seconds: float = 0.0
 
 
 @dataclass(slots=True)
-class MoveJob:
-    """Append a record of one segment to another."""
+class EraseJob:
+    """Leave nothing of a slot of `span` bytes, or of a file."""
 
-    source: Record
-    target: Record
-    ok: bool = False
-    damage: str = ""
-    error: OSError | None = None
-    file_bytes: int = 0
-
-
-@dataclass(slots=True)
-class DeleteJob:
-    segment: int
+    erasure: Erasure
+    span: int
     error: OSError | None = None
     file_bytes: int = 0
     """What is still there after an error."""
@@ -73,7 +66,7 @@ class DeleteJob:
 
 @dataclass(slots=True)
 class ScanJob:
-    segment: int
+    file: int
     scan: Scan | None = None
     error: OSError | None = None
 
@@ -87,7 +80,7 @@ class ProbeJob:
     error: OSError | None = None
 
 
-DiskJob = ReadJob | WriteJob | MoveJob | DeleteJob | ScanJob | ProbeJob
+DiskJob = ReadJob | WriteJob | EraseJob | ScanJob | ProbeJob
 
 
 @dataclass(slots=True)
@@ -111,7 +104,6 @@ class DiskWorker:
         self.files = files
         self.faults = faults or DiskFaults()
         self._header = bytearray(HEADER_BYTES)
-        self._scratch = bytearray()
 
     def do(self, job: DiskJob) -> None:
         started = time.monotonic()
@@ -122,11 +114,9 @@ class DiskWorker:
             case WriteJob():
                 self._write(job)
                 job.seconds = time.monotonic() - started
-            case MoveJob():
-                self._move(job)
-            case DeleteJob():
-                job.error = _error_of(lambda: self.files.delete(job.segment))
-                job.file_bytes = self.files.size(job.segment) if job.error else 0
+            case EraseJob():
+                job.error = _error_of(lambda: self._erase(job.erasure, job.span))
+                job.file_bytes = self.files.size(job.erasure.file) if job.error else 0
             case ScanJob():
                 self._scan(job)
             case ProbeJob():
@@ -144,9 +134,9 @@ class DiskWorker:
             if self.faults.fail_reads:
                 self.faults.fail_reads -= 1
                 raise OSError(errno.EIO, "injected")
-            count = self.files.read(record.segment, record.offset, [self._header, into])
+            count = self.files.read(record.file, record.offset, [self._header, into])
             if count < HEADER_BYTES + len(into):
-                return "short", self.files.size(record.segment)
+                return "short", self.files.size(record.file)
         except FileNotFoundError:
             return "short", 0
         except OSError:
@@ -154,45 +144,35 @@ class DiskWorker:
         if self.faults.damage_reads:
             self.faults.damage_reads -= 1
             into[len(into) // 2] ^= 1
-        if unpack(self._header, record.segment, record.offset) != record:
+        if unpack(self._header, record.file, record.offset) != record:
             return "header", 0
         if xxhash.xxh3_64_intdigest(into) != record.block.checksum:
             return "payload", 0
         return "", 0
 
     def _write(self, job: WriteJob) -> None:
-        first = job.records[0]
-        parts: list[bytes | memoryview] = []
-        for record, payload in zip(job.records, job.payloads, strict=True):
-            padding = bytes(record.span - HEADER_BYTES - record.payload_bytes)
-            parts += [record.pack(), payload, padding] if padding else [record.pack(), payload]
-        job.error = self._append(first, parts)
-        job.file_bytes = self.files.size(first.segment) if job.error else 0
-
-    def _append(self, first: Record, parts: list[bytes | memoryview]) -> OSError | None:
         if self.faults.fail_writes:
             self.faults.fail_writes -= 1
-            return OSError(errno.ENOSPC, "injected")
-        return _error_of(lambda: self.files.append(first.segment, first.offset, parts))
+            job.error = OSError(errno.ENOSPC, "injected")
+        else:
+            job.error = _error_of(lambda: self._write_slot(job))
+        job.file_bytes = self.files.size(job.record.file) if job.error else 0
 
-    def _move(self, job: MoveJob) -> None:
-        size = job.source.payload_bytes
-        if len(self._scratch) != size:
-            self._scratch = bytearray(size)
-        payload = memoryview(self._scratch)
-        job.damage, _ = self._verified(job.source, payload)
-        if job.damage:
-            # Its place is taken already: an empty record would be a hole, so zeros are written.
-            payload[:] = bytes(size)
-        padding = bytes(job.target.span - HEADER_BYTES - size)
-        header = bytes(HEADER_BYTES) if job.damage else job.target.pack()
-        job.error = self._append(job.target, [header, payload, padding])
-        job.file_bytes = self.files.size(job.target.segment) if job.error else 0
-        job.ok = not job.damage and job.error is None
+    def _write_slot(self, job: WriteJob) -> None:
+        record = job.record
+        padding = bytes(record.span - HEADER_BYTES - record.payload_bytes)
+        payload: list[bytes | memoryview] = [job.payload, padding]
+        self.files.write_slot(*record.slot, record.pack(), payload, job.least_size)
+
+    def _erase(self, erasure: Erasure, span: int) -> None:
+        if erasure.offset is None:
+            self.files.delete(erasure.file)
+        else:
+            self.files.erase(erasure.file, erasure.offset, span)
 
     def _scan(self, job: ScanJob) -> None:
         try:
-            job.scan = self.files.scan(job.segment)
+            job.scan = self.files.scan(job.file)
         except OSError as error:
             job.error = error
 
@@ -200,7 +180,6 @@ class DiskWorker:
         if self.files.owns_folder():
             return
         job.lost = True
-        self.files.close_head()
         try:
             self.files.lock()
         except ConfigError as error:
@@ -241,7 +220,7 @@ class Disk:
 
     def submit(self, job: DiskJob) -> None:
         with self._changed:
-            if isinstance(job, ReadJob) and job.urgent:
+            if isinstance(job, ReadJob):
                 self._queues.reads.append(job)
             else:
                 self._queues.others.append(job)

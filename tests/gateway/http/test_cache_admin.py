@@ -215,9 +215,9 @@ def test_a_tenant_is_cleared_from_memory_and_disk_and_no_other(rig: Rig, store: 
     assert [row["name"] for row in answer["nodes"]] == ["decode-0", "store-0"]
     for keys, left in ((alice, 0), (bob, len(bob))):
         assert ask(rig, "inspect", keys=[key.hex() for key in keys])["summary"]["host"] == left
-    store.do(store.rig.settle)  # segments with bytes of the tenant have been rewritten
+    store.do(store.rig.settle)  # slots with bytes of the tenant have been erased
     needle = tenant_key("alice")
-    files = list((store.rig.folder / "blocks").glob("segment-*"))
+    files = list((store.rig.folder / "blocks").glob("*.kv"))
     assert files and not any(needle in path.read_bytes() for path in files)
     rendered = rig.post("/render", {"prompt": "a prompt of alice's"}, headers=ALICE).json()
     assert rendered["difference"] is None, "the gateway still remembers her last prompt"

@@ -257,7 +257,7 @@ def test_the_disk_by_default_leaves_half_of_what_is_free(
     folder = tmp_path / "not" / "there"
     assert default_disk(folder) == 5 << 20
     folder.mkdir(parents=True)
-    (folder / "segment-0000000001.kv").write_bytes(bytes(2 << 20))
+    (folder / "slots-0000000001.kv").write_bytes(bytes(2 << 20))
     assert default_disk(folder) == 6 << 20, "what is its own counts as free"
     disk.f_bavail = 1 << 30
     assert default_disk(folder) == 8 << 30

@@ -49,14 +49,14 @@ def test_a_tenant_that_is_cleared_while_files_are_still_read_does_not_come_back(
     rig = StoreRig(tmp_path, disk=4 << 20, files=files)
     client = rig.client(wait=False)
     rig.until(lambda: rig.storage_or_none is not None)
-    assert rig.node.figures()["recovering_segments"] > 0 and not client.link.attached
+    assert rig.node.figures()["recovering_files"] > 0 and not client.link.attached
     rig.answer(client.admin("clear", tenant=tenant_key("alice")))
     files.may.set()
     rig.until(lambda: client.link.attached)
     rig.settle()
     assert rig.answer(client.locate(alice)) == ""
     assert rig.answer(client.locate(bob)) == "d" * 10
-    written = b"".join(path.read_bytes() for path in (tmp_path / "blocks").glob("segment-*"))
+    written = b"".join(path.read_bytes() for path in (tmp_path / "blocks").glob("*.kv"))
     assert tenant_key("alice") not in written and tenant_key("bob") in written
     rig.close()
 

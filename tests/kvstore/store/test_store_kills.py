@@ -140,7 +140,7 @@ def test_a_kill_at_any_moment_of_writing_serves_nothing_wrong(tmp_path: Path) ->
             store.process.wait()
     with running(tmp_path) as store:
         store.until(lambda: store.stats()["disk"]["recovering"] == 0)
-        on_disk = sum(path.stat().st_size for path in (tmp_path / "blocks").glob("segment-*"))
+        on_disk = sum(path.stat().st_size for path in (tmp_path / "blocks").glob("*.kv"))
         assert store.stats()["disk"]["used_bytes"] == on_disk
         taken = [store.fetch(keys) for keys in chains]
         assert sum(taken) > 0

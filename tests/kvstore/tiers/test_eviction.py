@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvferry.kvstore.tiers.block import Block
-from kvferry.kvstore.tiers.disk.segments import Placed, SegmentIndex
+from kvferry.kvstore.tiers.disk.slots import Placed, SlotIndex
 from kvferry.kvstore.tiers.eviction import HEAP_SLACK, ChainOrder, EvictionOrder
 from kvferry.tests.rigs.store.rig import chain_keys
 
@@ -52,22 +52,6 @@ def test_an_orphan_that_nobody_asks_for_again_goes_in_its_turn() -> None:
         order.touch(keys)
     assert [order.evict(anybody) for _ in range(3)] == broken[:0:-1]
     order.check()
-
-
-def test_what_is_given_up_and_asked_for_in_time_has_the_uses_it_had() -> None:
-    kept, back = EvictionOrder(100), EvictionOrder(100)
-    keys = chain_keys("x", 3)
-    for order in (kept, back):
-        add_chain(order, keys)
-        order.touch(keys)
-    for key in reversed(keys):
-        assert back.evict(lambda it, key=key: it == key) == key  # type: ignore[misc]
-    for index, key in enumerate(keys):
-        back.restore(key, keys[index - 1] if index else b"", first=not index)
-    for order in (kept, back):
-        order.touch(keys)
-        order.check()
-    assert [back.uses(key) for key in keys] == [kept.uses(key) for key in keys] == [3] * 3
 
 
 def test_blocks_that_come_and_are_cleared_leave_nothing_in_the_queue() -> None:
@@ -113,7 +97,7 @@ class Lru:
         return hits
 
 
-def ask_disk(index: SegmentIndex, keys: Sequence[bytes]) -> int:
+def ask_disk(index: SlotIndex, keys: Sequence[bytes]) -> int:
     """Finds what there is of a chain and writes the rest, as the tiers do; the blocks found."""
     hits = next((n for n, key in enumerate(keys) if key not in index), len(keys))
     index.touch(keys)
@@ -121,12 +105,7 @@ def ask_disk(index: SegmentIndex, keys: Sequence[bytes]) -> int:
         if keys[number] in index:
             continue
         block = Block(keys[number], keys[number - 1] if number else bytes(16), bytes(16), number, 0)
-        while (place := index.place(block, 2, 0)) is Placed.FULL:
-            cleaning = index.clean(0)
-            assert cleaning is not None
-            for source, target in cleaning.moves:
-                index.moved(source, target)
-            index.deleted(cleaning.segment)
+        place = index.place(block, 2)
         assert not isinstance(place, Placed)
         index.landed(place)
     return hits
@@ -137,7 +116,7 @@ def test_conversations_that_grow_are_found_on_disk_as_by_an_lru(seed: int) -> No
     """What follows a lost block is lost with it: one wrong victim costs a whole request."""
     requests = sessions(random.Random(seed))
     capacity = int(0.8 * len({key for keys in requests for key in keys}))
-    index, lru = SegmentIndex(capacity * SPAN, bytes(16), SPAN - 128), Lru(capacity)
+    index, lru = SlotIndex(capacity * SPAN, bytes(16), SPAN - 128), Lru(capacity)
     found = plain = 0
     for keys in requests:
         found += ask_disk(index, keys)

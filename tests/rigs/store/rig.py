@@ -116,7 +116,7 @@ class StoreRig:
         return self.node.figures()
 
     def bytes_on_disk(self) -> int:
-        return sum(path.stat().st_size for path in (self.folder / "blocks").glob("segment-*"))
+        return sum(path.stat().st_size for path in (self.folder / "blocks").glob("*.kv"))
 
     # -- driving --------------------------------------------------------------------------------
 

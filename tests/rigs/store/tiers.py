@@ -14,7 +14,7 @@ from kvferry.kvstore.tiers.block import Block
 from kvferry.kvstore.tiers.cache import TieredCache
 from kvferry.kvstore.tiers.disk.files import FileSystem
 from kvferry.kvstore.tiers.disk.record import record_bytes
-from kvferry.kvstore.tiers.disk.segments import SegmentIndex
+from kvferry.kvstore.tiers.disk.slots import SlotIndex
 from kvferry.kvstore.tiers.disk.worker import DiskFaults, DiskJob, DiskWorker, ReadJob
 from kvferry.kvstore.tiers.fetches import HandedOut, Ready
 from kvferry.kvstore.tiers.host import HostTier
@@ -26,15 +26,22 @@ FINGERPRINT = b"f" * 16
 
 
 class StubbornFiles(FileSystem):
-    """Some files cannot be deleted at first."""
+    """Some files cannot be deleted at first, and some slots not be erased."""
 
     refusals = 0
 
     def delete(self, number: int) -> None:
+        self._refuse()
+        super().delete(number)
+
+    def erase(self, number: int, offset: int, size: int) -> None:
+        self._refuse()
+        super().erase(number, offset, size)
+
+    def _refuse(self) -> None:
         if self.refusals:
             self.refusals -= 1
             raise OSError(errno.EIO, "injected")
-        super().delete(number)
 
 
 class TiersRig:
@@ -60,7 +67,7 @@ class TiersRig:
         self.jobs: list[DiskJob] = []
         self.outcomes: list[DiskJob] = []
         """Of jobs that are done, while the tiers have not heard of it."""
-        index = SegmentIndex(cap, fingerprint, size) if cap else None
+        index = SlotIndex(cap, fingerprint, size) if cap else None
         self.tiers = TieredCache(
             HostTier(slots), self.view, index, self.jobs.append, lease_s=lease_s
         )
@@ -83,7 +90,7 @@ class TiersRig:
     def run_ahead(self, count: int = 1) -> None:
         """Does so many jobs before the tiers hear of any, as the thread may."""
         for _ in range(min(count, len(self.jobs))):
-            reads = [job for job in self.jobs if isinstance(job, ReadJob) and job.urgent]
+            reads = [job for job in self.jobs if isinstance(job, ReadJob)]
             job = reads[0] if reads else self.jobs[0]
             self.jobs.remove(job)
             self.worker.do(job)
@@ -165,7 +172,7 @@ class TiersRig:
         return sum(self.files.list().values())
 
     @property
-    def index(self) -> SegmentIndex:
+    def index(self) -> SlotIndex:
         assert self.tiers.disk is not None
         return self.tiers.disk.index
 

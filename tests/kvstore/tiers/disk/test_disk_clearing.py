@@ -11,24 +11,31 @@ import pytest
 from kvferry.kvstore.client.client import StoreClient
 from kvferry.kvstore.keys import tenant_key
 from kvferry.kvstore.tiers.disk.worker import ProbeJob, WriteJob
-from kvferry.tests.rigs.store.rig import StoreRig, chain_keys
-from kvferry.tests.rigs.store.tiers import SPAN, StubbornFiles, TiersRig
+from kvferry.tests.rigs.store.rig import StoreRig, chain_keys, payload_of
+from kvferry.tests.rigs.store.tiers import SIZE, SPAN, StubbornFiles, TiersRig
 
 CAP = 1024 * SPAN
-"""Segments of four records."""
+"""Files of 64 slots."""
 ALICE, BOB = tenant_key("alice"), tenant_key("bob")
 
 
 def shared_file(folder: Path) -> tuple[TiersRig, StubbornFiles, list[bytes], list[bytes]]:
     """Two tenants whose blocks are in one file."""
     files = StubbornFiles(folder)
-    rig = TiersRig(folder, cap=CAP, files=files)
+    rig = TiersRig(folder, slots=300, cap=CAP, files=files)
     alices, bobs = chain_keys("alice's", 2), chain_keys("bob's", 2)
     rig.put(alices, tenant=ALICE)
     rig.put(bobs, tenant=BOB)
     rig.settle()
     assert list(files.list()) == [1]
     return rig, files, alices, bobs
+
+
+def put_slowly(rig: TiersRig, keys: list[bytes]) -> None:
+    """No faster than the disk can take it."""
+    for end in range(10, len(keys) + 1, 10):
+        rig.put(keys[:end], start=end - 10, tenant=BOB)
+        rig.settle()
 
 
 def served_after_restart(folder: Path, *chains: list[bytes]) -> list[int]:
@@ -40,18 +47,21 @@ def served_after_restart(folder: Path, *chains: list[bytes]) -> list[int]:
 
 
 @pytest.mark.parametrize("refusals", [0, 1, 3])
-def test_a_tenants_file_goes_in_the_end(tmp_path: Path, refusals: int) -> None:
+def test_a_tenants_bytes_go_in_the_end(tmp_path: Path, refusals: int) -> None:
     rig, files, alices, bobs = shared_file(tmp_path)
     files.refusals = refusals
     rig.tiers.clear(ALICE)
     rig.tick(1.0)
-    assert rig.index.ledger()["to_rewrite"] == 1, "it is not done yet"
+    assert rig.index.ledger()["to_erase"] == 2, "it is not done yet"
     rig.settle()
     assert not files.refusals and rig.counter("disk_write_errors") == refusals
-    assert rig.index.ledger()["to_rewrite"] == 0
-    assert rig.bytes_on_disk() == rig.index.used == 2 * SPAN
+    assert rig.index.ledger()["to_erase"] == 0
+    assert rig.bytes_on_disk() == rig.index.used == 4 * SPAN and rig.index.held == 2 * SPAN
     rig.tiers.check()
     files.close()
+    left = files.path(1).read_bytes()
+    assert ALICE not in left and not any(key in left for key in alices)
+    assert [payload_of(key, SIZE) in left for key in alices + bobs] == [False] * 2 + [True] * 2
     assert served_after_restart(tmp_path, alices, bobs) == [0, 2]
 
 
@@ -60,13 +70,14 @@ def test_of_all_that_is_cleared_each_file_counts_until_it_is_gone(
     tmp_path: Path, refusals: int
 ) -> None:
     rig, files, alices, bobs = shared_file(tmp_path)
-    more = chain_keys("more", 8)
-    rig.put(more, tenant=BOB)
-    rig.settle()
+    more = chain_keys("more", 140)
+    put_slowly(rig, more)
+    sizes = list(files.list().values())
+    assert sizes == [64 * SPAN, 64 * SPAN, 16 * SPAN]
     files.refusals = refusals
     rig.tiers.clear(None)
     rig.work(len(rig.jobs))
-    assert rig.bytes_on_disk() == rig.index.used == min(3, refusals) * 4 * SPAN
+    assert rig.bytes_on_disk() == rig.index.used == sum(sizes[:refusals])
     rig.settle()
     assert not files.refusals and not files.list() and not rig.index.used
     rig.put(bobs, tenant=BOB)
@@ -88,12 +99,12 @@ def shared_store(folder: Path) -> tuple[StoreRig, StoreClient, list[bytes], list
 
 
 def test_what_was_cleared_is_not_found_again_by_the_next_start(tmp_path: Path) -> None:
-    """The store ends while the file is being rewritten."""
+    """The store ends while they are being erased."""
     rig, _, alices, bobs = shared_store(tmp_path)
     disk = rig.storage.tiers.disk
     assert disk is not None and rig.storage.tiers.clear(ALICE).disk == 2
     disk.step(time.monotonic())
-    assert disk.index.cleaning is not None, "it was to end in the middle"
+    assert disk.index.to_erase == 2, "it was to end in the middle"
     rig.close()
     rig = StoreRig(tmp_path, disk=8 << 20)
     client = rig.client()
@@ -144,7 +155,9 @@ def test_what_is_written_to_a_directory_that_has_just_been_made_again_is_account
     folder = tmp_path / "blocks"
     folder.mkdir()
     rig, files, alices, _ = shared_file(folder)
-    rig.put(chain_keys("fills the first file", 1))
+    put_slowly(rig, chain_keys("fills the first file", 60))
+    rig.put(alices, tenant=ALICE)
+    rig.put(chain_keys("a new file", 4))
     rig.tick(10.0)
     shutil.rmtree(folder)
     rig.settle()
@@ -159,6 +172,7 @@ def test_writes_behind_the_probe_that_finds_the_directory_gone(tmp_path: Path) -
     folder = tmp_path / "blocks"
     folder.mkdir()
     rig, files, *_ = shared_file(folder)
+    put_slowly(rig, chain_keys("fills the first file", 60))
     shutil.rmtree(folder)
     rig.put(chain_keys("a new file", 4))
     rig.tick(10.0)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvferry.kvstore.tiers.disk import segments
+from kvferry.kvstore.tiers.disk import slots
 from kvferry.tests.rigs.slow import slow_but
 from kvferry.tests.rigs.store.rig import chain_keys
 from kvferry.tests.rigs.store.tiers import SPAN, StubbornFiles, TiersRig
@@ -68,10 +68,7 @@ class Fuzz:
         if what == "rmtree":
             shutil.rmtree(folder, ignore_errors=True)
             return
-        cleaning = self.rig.index.cleaning
-        found = sorted(folder.glob("segment-*"))
-        if cleaning is not None and self.dice.random() < 0.7:
-            found = [path for path in found if path == self.files.path(cleaning.segment)]
+        found = sorted(folder.glob("slots-*"))
         if not found:
             return
         path = self.dice.choice(found)
@@ -90,7 +87,7 @@ class Fuzz:
         self.rig.settle()
         self.rig.tiers.check()
         ledger = self.rig.index.ledger()
-        assert ledger["in_flight"] == ledger["to_rewrite"] == 0
+        assert ledger["in_flight"] == ledger["to_erase"] == 0
 
 
 @pytest.mark.A6
@@ -99,7 +96,7 @@ class Fuzz:
 def test_accounts_hold_whatever_the_disk_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kinds: str, seed: int
 ) -> None:
-    monkeypatch.setattr(segments, "SEGMENTS_IN_SMALL_CAP", 8)  # eight records each
+    monkeypatch.setattr(slots, "FEWEST_FILES", 8)  # eight slots each
     folder = tmp_path / "blocks"
     folder.mkdir()
     fuzz = Fuzz(folder, seed)
@@ -109,7 +106,7 @@ def test_accounts_hold_whatever_the_disk_does(
         fuzz.step(fuzz.dice.choices(list(odds), list(odds.values()))[0])
         assert kinds == "outside" or rig.bytes_on_disk() <= CAP, "the hard cap was passed"
     fuzz.settle()
-    assert rig.counter("disk_segments_cleaned") > 5 and rig.counter("disk_reads") > 50
+    assert rig.counter("disk_evictions") > 100 and rig.counter("disk_reads") > 50
     if kinds != "outside":
         assert rig.bytes_on_disk() == rig.index.used
         kept = [key for chain in fuzz.chains for key in chain if key in rig.index]
