@@ -112,15 +112,17 @@ def test_after_a_restart_of_the_store_its_new_life_counts(tmp_path: Path) -> Non
     with cluster_of(tmp_path, transfer="inline") as cluster:
         prompt = prompt_of(3000)
         answer = cluster.submit(cluster.message(prompt, max_tokens=4, tenant=TENANT))
+        prefill = cluster.prefill[0]
+        cluster.until(lambda: any(job.sent for job in prefill.scheduler.running))
+        prefill.debug.hold = frozenset({"transfer"})
         cluster.until(lambda: cluster.decode.receiver.transfers.num_landed > 0)
-        cluster.prefill[0].debug.hold = frozenset({"transfer"})
         store = cluster.decode.connector.store
         assert store is not None
         sizes, address = cluster.sizes, cluster.stop_store(drain=False)
         restarted(cluster, sizes, address)
         landed = cluster.decode.receiver.transfers.num_landed
         assert landed < 187
-        cluster.prefill[0].debug.hold = frozenset()
+        prefill.debug.hold = frozenset()
         cluster.until(lambda: answer.ended)
         settle(cluster)
         assert store.counters["puts"] == 187 - landed
