@@ -149,10 +149,6 @@ def open_files(folder: Path) -> FileSystem:
     files = FileSystem(folder)
     try:
         files.lock()
-        old = files.remove_old()
     except OSError as error:
         log.warning("the disk tier cannot use %s yet: %s", folder, error)
-        return files
-    if old:
-        log.warning("%d files of an older format were deleted from %s", old, folder)
     return files

@@ -142,7 +142,7 @@ class TieredCache:
         if self.disk is not None:
             self.disk.index.touch(keys)
             for key in keys:
-                if key in self.host:  # used again: now it may displace something on disk
+                if key in self.host:  # used again: it may have been shed, or have left the disk
                     self.disk.write_behind(key)
         self.counters["fetches"] += 1
         self.counters["blocks_asked"] += len(keys) - first

@@ -167,20 +167,6 @@ class ChainOrder:
             self._queue(key)
         return victim
 
-    def outlives_new(self) -> bool:
-        """Whether even the block that goes next has earned more time than a new one has."""
-        while self._heap:
-            score, key = self._heap[0]
-            entry = self.entries.get(key)
-            gone = entry is None or key in self._children or key in self._newest
-            if entry is not None and not gone and score == self._score(entry):
-                return score > self._clock
-            heapq.heappop(self._heap)
-            self._queued.discard(key)
-            if not gone:
-                self._queue(key)
-        return False
-
     def _drop(self, key: bytes) -> Entry:
         entry = self.entries.pop(key)
         self._newest.pop(key, None)

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import logging
 import os
 import re
 from collections.abc import Sequence
@@ -18,6 +19,8 @@ from pathlib import Path
 
 from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.tiers.disk.record import ALIGNMENT, HEADER_BYTES, Record, unpack
+
+log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"slots-(\d{10})\.kv")
 _OLD_NAMES = "segment-*.kv"
@@ -50,7 +53,8 @@ class FileSystem:
         self._lock_fd: int | None = None
 
     def lock(self) -> None:
-        """Makes the directory if need be and takes it for this process.
+        """Makes the directory if need be and takes it for this process, without files that no
+        process reads any more.
 
         Raises
         ------
@@ -78,6 +82,7 @@ class FileSystem:
         if self._lock_fd is not None:
             os.close(self._lock_fd)
         self._lock_fd = fd
+        self._remove_old()
 
     def _open_lock(self) -> int:
         path = self.folder / LOCK_NAME
@@ -87,6 +92,18 @@ class FileSystem:
             if error.errno not in (errno.EACCES, errno.EROFS):
                 raise
             return os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # it can still be read
+
+    def _remove_old(self) -> None:
+        """Deletes what a store of the first format has left, which nobody reads any more."""
+        old = list(self.folder.glob(_OLD_NAMES))
+        try:
+            for path in old:
+                path.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("cannot delete files of an older format: %s", error)
+            return
+        if old:
+            log.warning("%d files of an older format were deleted from %s", len(old), self.folder)
 
     def owns_folder(self) -> bool:
         """Whether the directory that was locked is still the one at this path."""
@@ -110,13 +127,6 @@ class FileSystem:
             if match and entry.is_file(follow_symlinks=False):
                 found[int(match[1])] = entry.stat(follow_symlinks=False).st_size
         return dict(sorted(found.items()))
-
-    def remove_old(self) -> int:
-        """Deletes what a store of the first format has left; how many files."""
-        old = list(self.folder.glob(_OLD_NAMES))
-        for path in old:
-            path.unlink(missing_ok=True)
-        return len(old)
 
     def write_slot(
         self,

@@ -12,7 +12,6 @@ that size, and each slot is in exactly one state:
 
 Files grow by a slot at a time up to the cap. At the cap a block is written over the one that goes
 next in the order of `eviction`: a block is written once in its life, and no room is kept free.
-What has been used once may not displace what has earned more time than a new block has.
 
 A free slot may still hold the bytes of a tenant, so it says whose. A soiled one holds what nobody
 may find again, and is erased before anything else happens to it.
@@ -61,15 +60,6 @@ class SlotFile:
     """Its length is no less unless somebody else has cut it."""
     tenants: set[bytes] = field(default_factory=set)
     """Of the records in it, if it is foreign."""
-
-
-class Placed(Enum):
-    """Why a block got no place on disk."""
-
-    FULL = "full"
-    """Files must be deleted first; until then nothing may go."""
-    NOT_WORTH = "not worth"
-    """It was seen once and everything on disk is worth more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,15 +127,16 @@ class SlotIndex:
 
     # -- writing --------------------------------------------------------------------------------
 
-    def place(self, block: Block, uses: int) -> Record | Placed:
-        """Where this block is to be written. Call `landed` or `failed` when that is over."""
+    def place(self, block: Block, uses: int) -> Record | None:
+        """Where this block is to be written. Call `landed` or `failed` when that is over.
+
+        None: files must be deleted first; until then nothing may go.
+        """
         slot = self._free_slot() or self._new_slot()
         if slot is None and self._next_foreign() is None:
-            if uses < 2 and self._order.outlives_new():
-                return Placed.NOT_WORTH
             slot = self._evict()
         if slot is None:
-            return Placed.FULL
+            return None
         self._writing.add(slot)
         sequence = self._next_sequence
         self._next_sequence += 1

@@ -16,7 +16,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 
 from kvferry.kvstore.tiers.disk.record import Record
-from kvferry.kvstore.tiers.disk.slots import Placed, SlotIndex
+from kvferry.kvstore.tiers.disk.slots import SlotIndex
 from kvferry.kvstore.tiers.disk.worker import (
     DiskJob,
     EraseJob,
@@ -182,16 +182,13 @@ class DiskTier:
             if not self._dirty:
                 return
             key = next(iter(self._dirty))
-            placed = self.index.place(self._host.block(key), self._host.order.uses(key))
-            if placed is Placed.FULL:
+            record = self.index.place(self._host.block(key), self._host.order.uses(key))
+            if record is None:
                 self.index.make_room()
                 self._erase()
                 return
             del self._dirty[key]
-            if isinstance(placed, Record):
-                self._write_one(placed)
-            else:
-                self.counters["disk_not_worth"] += 1
+            self._write_one(record)
 
     def _write_one(self, record: Record) -> None:
         lease = self._host.lease(_OWNER, record.block.key, FOREVER)

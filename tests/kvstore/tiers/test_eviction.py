@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from kvferry.kvstore.tiers.block import Block
-from kvferry.kvstore.tiers.disk.slots import Placed, SlotIndex
+from kvferry.kvstore.tiers.disk.slots import SlotIndex
 from kvferry.kvstore.tiers.eviction import HEAP_SLACK, ChainOrder, EvictionOrder
 from kvferry.tests.rigs.store.rig import chain_keys
 
@@ -105,9 +105,9 @@ def ask_disk(index: SlotIndex, keys: Sequence[bytes]) -> int:
         if keys[number] in index:
             continue
         block = Block(keys[number], keys[number - 1] if number else bytes(16), bytes(16), number, 0)
-        place = index.place(block, 2)
-        assert not isinstance(place, Placed)
-        index.landed(place)
+        record = index.place(block, 2)
+        assert record is not None
+        index.landed(record)
     return hits
 
 

@@ -248,7 +248,7 @@ def test_of_two_records_of_a_key_the_later_one_counts(tmp_path: Path) -> None:
     rig.files.close()
 
 
-def test_a_block_used_once_does_not_displace_blocks_that_are_used(tmp_path: Path) -> None:
+def test_prompts_seen_once_displace_one_another_and_not_what_is_used(tmp_path: Path) -> None:
     rig = TiersRig(tmp_path, slots=130, cap=64 * SPAN)
     hot = [chain_keys(f"hot {n}", 6) for n in range(10)]
     for keys in hot:
@@ -258,11 +258,12 @@ def test_a_block_used_once_does_not_displace_blocks_that_are_used(tmp_path: Path
         for index, keys in enumerate(hot):
             assert rig.read(keys, 100 * number + index + 1) == 6
     rig.index._order.give_credit(True)  # as it is when that has proven better
-    for number in range(6):
+    for number in range(30):
         rig.put(chain_keys(f"scan {number}", 4))
         rig.settle()
-    assert rig.counter("disk_not_worth") > 0
-    assert all(key in rig.index for keys in hot for key in keys)
+    assert rig.index.evictions > 100
+    displaced = sum(key not in rig.index for keys in hot for key in keys)
+    assert displaced <= 4, "at most one such prompt's worth"
     rig.files.close()
 
 
