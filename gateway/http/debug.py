@@ -80,6 +80,7 @@ def _own(gateway: Gateway) -> dict[str, Any]:
         "unanswered": gateway.unanswered(),
         "waiting_for_a_node": nodes.parked,
         "draining": gateway.draining,
+        "remembered_bytes": gateway.prompts.remembered_bytes + gateway.last_prompts.bytes,
         "loop_lag_ms": round(1e3 * nodes.lag, 3),
         "check": check_figures({"nodes": nodes.check, "service": gateway.check}),
         "process": process_figures(),

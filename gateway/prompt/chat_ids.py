@@ -80,6 +80,10 @@ class ChatEncoder:
         self._pieces = TenantCache(piece_bytes)
         self._replies = TenantCache(reply_bytes)
 
+    @property
+    def remembered_bytes(self) -> int:
+        return self._pieces.size + self._replies.size
+
     def encode(self, rendered: ChatText, tenant: str, salt: str | None) -> ChatIds:
         """The ids of a chat, as one tenant and under one cache salt has seen it so far.
 

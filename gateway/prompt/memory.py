@@ -100,6 +100,10 @@ class KeyChain:
     def __init__(self, max_bytes: int) -> None:
         self._strides = TenantCache(max_bytes)
 
+    @property
+    def remembered_bytes(self) -> int:
+        return self._strides.size
+
     def forget(self, tenant: str) -> None:
         """Drops what is remembered of a tenant's prompts."""
         self._strides.forget(tenant)

@@ -68,6 +68,11 @@ class PromptMaker:
         if prompt.end is not None:
             self._encoder.remember(prompt.end, reply)
 
+    @property
+    def remembered_bytes(self) -> int:
+        """What is remembered, in bytes; each kind of it within its own bound."""
+        return self._encoder.remembered_bytes + self._keys.remembered_bytes
+
     def forget(self, tenant: str) -> None:
         """Drops what is remembered of a tenant's prompts and replies."""
         self._encoder.forget(tenant)

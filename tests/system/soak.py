@@ -235,6 +235,15 @@ class Soak:
         found: dict[str, Any] = response.json()
         return found
 
+    def lasting(self) -> dict[str, Figures]:
+        """The processes that live from the warm-up to the end. What the gateway remembers of
+        prompts goes on growing to its bounds, of 192 MiB, for as long as prompts are new."""
+        remembered = self.ledger()["gateway"]["remembered_bytes"]
+        return {
+            "supervisor": Figures.of(self.served.process.pid),
+            "gateway": Figures.of(self.served.children()["gateway"], remembered),
+        }
+
     def leftovers(self) -> list[str]:
         """What is still held anywhere."""
         return list(held(self.ledger(), ""))
@@ -258,14 +267,16 @@ class Figures:
     rss: int
 
     @classmethod
-    def of(cls, pid: int) -> Figures:
+    def of(cls, pid: int, remembered: int = 0) -> Figures:
+        """The figures of a process, without the bytes that it remembers within bounds."""
         status = Path(f"/proc/{pid}/status").read_text()
         fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
         return cls(
             len(list(Path(f"/proc/{pid}/fd").iterdir())),
             int(fields["Threads"]),
             # The arena's pages are the store's, whoever has touched them.
-            (int(fields["VmRSS"].split()[0]) - int(fields["RssShmem"].split()[0])) << 10,
+            ((int(fields["VmRSS"].split()[0]) - int(fields["RssShmem"].split()[0])) << 10)
+            - remembered,
         )
 
     def grown(self, before: Figures) -> list[str]:
@@ -307,8 +318,7 @@ def run(minutes: float, seed: int, folder: Path) -> tuple[Outcome, list[str]]:
 def _soak(soak: Soak, seconds: float) -> tuple[Outcome, list[str]]:
     for thread in soak.load(threading.Event(), WARM_UP_REQUESTS):
         thread.join()
-    lasting = {"supervisor": soak.served.process.pid, "gateway": soak.served.children()["gateway"]}
-    before = {name: Figures.of(pid) for name, pid in lasting.items()}
+    before = soak.lasting()
     stop = threading.Event()
     threads = soak.load(stop)
     soak.chaos(0.75 * seconds)
@@ -331,9 +341,8 @@ def _soak(soak: Soak, seconds: float) -> tuple[Outcome, list[str]]:
             wrong.append("a request never ended")
     soak.set_faults([])
     wrong += [f"left behind: {one}" for one in soak.await_empty(10)]
-    for name, pid in lasting.items():
-        grown = Figures.of(pid).grown(before[name])
-        wrong += [f"{name}: {one}" for one in grown]
+    for name, figures in soak.lasting().items():
+        wrong += [f"{name}: {one}" for one in figures.grown(before[name])]
     if not calm_from:
         wrong.append("too few right answers, once nothing was killed any more")
     nodes_now = soak.served.children()

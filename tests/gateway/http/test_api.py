@@ -271,4 +271,6 @@ def test_keys(tmp_path: Path) -> None:
         assert roots == [root_key({"weights": "w"}, name, None) for name in ("alice", "default")]
         assert rig.get("/debug/ledger", headers={"x-api-key": "s2"}).status_code == 401
         ledger = rig.get("/debug/ledger", headers={"x-api-key": "root"})
-        assert ledger.json()["gateway"]["links"][0]["state"] == "usable"
+        own = ledger.json()["gateway"]
+        assert own["links"][0]["state"] == "usable"
+        assert own["remembered_bytes"] == rig.gateway.last_prompts.bytes > 0

@@ -96,6 +96,17 @@ def test_only_new_blocks_are_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hashed - 6250 < STRIDE_BLOCKS + 200 // 16
 
 
+def test_what_is_remembered_of_keys_is_counted_and_bounded() -> None:
+    limit, stride = 20_000, 16 * STRIDE_BLOCKS
+    keys = KeyChain(limit)
+    for first in range(0, 40 * stride, stride):
+        keys.keys("t", b"r" * 16, pack_tokens(list(range(first, first + stride))), 16)
+        assert 0 < keys.remembered_bytes <= limit
+    assert keys.remembered_bytes > limit - 2 * (16 * STRIDE_BLOCKS + ENTRY_BYTES)
+    keys.forget("t")
+    assert keys.remembered_bytes == 0
+
+
 # -- where a reply's tokens end --------------------------------------------------------------------
 
 
