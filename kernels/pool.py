@@ -12,16 +12,13 @@ import numpy as np
 import torch
 
 from kvferry.kernels.errors import ModelError
-from kvferry.kernels.prefault import Prefault
-
-_ALIGNMENT = 64
+from kvferry.kernels.host_pool import HostPool
 
 
 class BlockPool:
-    """``tensor``: ``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``.
+    """``tensor``: ``[num_blocks, layers, 2, kv_heads, block_size, head_dim]``, all zero at first.
 
-    All zero at first; on a CPU no more memory is touched than has been written, and what `prepare`
-    maps ahead of it: `num_ahead` blocks, or less (see `prefault`).
+    On a CPU it lies in a `HostPool`.
     """
 
     def __init__(
@@ -38,17 +35,13 @@ class BlockPool:
     ) -> None:
         self.shape = (num_blocks, layers, 2, kv_heads, block_size, head_dim)
         self.block_bytes = int(np.prod(self.shape[1:])) * dtype.itemsize
-        try:
-            flat = _zeros(num_blocks * self.block_bytes, device)
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            size = f"{num_blocks} blocks of {self.block_bytes} bytes"
-            raise ModelError(f"no memory for a KV cache of {size}") from error
-        self._bytes = flat.view(num_blocks, self.block_bytes)
-        self.tensor = flat.view(dtype).view(self.shape)
-        self._host = self._bytes.numpy() if device.type == "cpu" else None
-        self._prefault = None
-        if self._host is not None:
-            self._prefault = Prefault(self._host.reshape(-1), num_ahead * self.block_bytes)
+        self._host = None
+        if device.type == "cpu":
+            self._host = HostPool(num_blocks, self.block_bytes, num_ahead)
+            self._bytes = torch.from_numpy(self._host.bytes)
+        else:
+            self._bytes = _on_device(num_blocks, self.block_bytes, device)
+        self.tensor = self._bytes.view(-1).view(dtype).view(self.shape)
 
     @property
     def num_blocks(self) -> int:
@@ -56,31 +49,30 @@ class BlockPool:
 
     def read(self, block: int) -> bytes | memoryview:
         """The block's bytes: on a CPU a read-only view of them, else a copy."""
+        if self._host is not None:
+            return self._host.read(block)
         self._check(block)
-        if self._host is None:
-            return bytes(self._bytes[block].cpu().numpy().data)
-        return memoryview(self._host[block]).toreadonly()
+        return bytes(self._bytes[block].cpu().numpy().data)
 
     def write(self, block: int, payload: bytes | memoryview) -> None:
         """Overwrites the block; ValueError unless `payload` has `block_bytes` bytes."""
+        if self._host is not None:
+            self._host.write(block, payload)
+            return
         self._check(block)
-        self.reached(block)
         data = np.frombuffer(payload, np.uint8)
         if data.size != self.block_bytes:
             raise ValueError(f"a block has {self.block_bytes} bytes, not {data.size}")
-        if self._host is None:
-            self._bytes[block].copy_(torch.from_numpy(data.copy()))
-        else:
-            self._host[block] = data
+        self._bytes[block].copy_(torch.from_numpy(data.copy()))
 
     def reached(self, last: int) -> None:
         """Blocks up to `last` are in use: `prepare` begins behind it."""
-        if self._prefault is not None:
-            self._prefault.reached((last + 1) * self.block_bytes)
+        if self._host is not None:
+            self._host.reached(last)
 
     def prepare(self) -> bool:
         """Makes a little of the memory ready that is used next; False when it all is."""
-        return self._prefault is not None and self._prefault.step()
+        return self._host is not None and self._host.prepare()
 
     def copy(self, source: int, target: int) -> None:
         self._check(source)
@@ -96,10 +88,9 @@ class BlockPool:
             raise ValueError(f"block {block} is outside the pool of {self.num_blocks}")
 
 
-def _zeros(size: int, device: torch.device) -> torch.Tensor:
-    if device.type != "cpu":
-        return torch.zeros(size, dtype=torch.uint8, device=device)
-    # torch.zeros would write every page; numpy takes fresh ones from the system, zero by nature.
-    raw = np.zeros(size + _ALIGNMENT, np.uint8)
-    offset = -raw.ctypes.data % _ALIGNMENT
-    return torch.from_numpy(raw[offset : offset + size])
+def _on_device(num_blocks: int, block_bytes: int, device: torch.device) -> torch.Tensor:
+    try:
+        return torch.zeros(num_blocks, block_bytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError as error:
+        size = f"{num_blocks} blocks of {block_bytes} bytes"
+        raise ModelError(f"no memory for a KV cache of {size}") from error

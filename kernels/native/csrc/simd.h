@@ -15,6 +15,7 @@
 #include "kernels.h"
 
 #define INLINE static inline __attribute__((always_inline))
+#define SPECIALISED INLINE // a copy for every way in which constants are passed
 
 INLINE float bits_to_float(uint32_t bits)
 {
@@ -279,6 +280,8 @@ INLINE I pairs_add(I sum, Pairs pairs) { return EACH(I, add_pairs(sum.low, pairs
 
 #else // any machine; a compiler makes vectors of these loops where it can
 
+#undef SPECIALISED
+#define SPECIALISED static
 #define UNROLL
 #define WEIGHT_OFFSET 128
 #define VECTORS(rows) 1

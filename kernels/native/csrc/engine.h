@@ -23,7 +23,7 @@ typedef struct {
     float query_scale; // what scores are multiplied with
     float rope_scale;  // what cosines and sines are multiplied with
     int32_t block_size, kv_type;
-    const double *frequencies; // [rope_pairs]
+    const float *frequencies; // [rope_pairs]
     const float *final_norm;   // [hidden]
     const Layer *layer;        // [layers]
     Matrix embedding, head;

@@ -253,11 +253,6 @@ typedef struct {
     int count; // rows
 } ProductPhase;
 
-static int panels_of(const Matrix *matrix)
-{
-    return (matrix->rows + LANES - 1) / LANES;
-}
-
 // Splits `panels` of `columns` with `rows` rows: enough tasks for all threads, but none too short.
 static void split(ProductPhase *phase, int panels, int columns, int rows)
 {
@@ -285,7 +280,7 @@ static void product_task(void *context, int task, int thread)
     task -= phase->first_task[which];
     const Matrix *matrix = phase->matrix[which];
     int panel = task / phase->row_chunks * phase->panels, row = task % phase->row_chunks * phase->row_chunk;
-    int panels = panels_of(matrix) - panel < phase->panels ? panels_of(matrix) - panel : phase->panels;
+    int panels = matrix->panels - panel < phase->panels ? matrix->panels - panel : phase->panels;
     int rows = phase->count - row < phase->row_chunk ? phase->count - row : phase->row_chunk;
     phase->engine->kernels->multiply(matrix, panel, panels, phase->rows, row, rows,
                                      phase->out[which] + (int64_t)row * phase->stride[which] + panel * LANES,
@@ -296,12 +291,12 @@ static void run_products(ProductPhase *phase, int rows)
 {
     int panels = 0;
     for (int i = 0; i < phase->matrices; i++) {
-        panels += panels_of(phase->matrix[i]);
-        phase->stride[i] = panels_of(phase->matrix[i]) * LANES;
+        panels += phase->matrix[i]->panels;
+        phase->stride[i] = phase->matrix[i]->panels * LANES;
     }
     split(phase, panels, phase->rows->columns, rows);
     for (int i = 0; i < phase->matrices; i++) {
-        int tasks = (panels_of(phase->matrix[i]) + phase->panels - 1) / phase->panels * phase->row_chunks;
+        int tasks = (phase->matrix[i]->panels + phase->panels - 1) / phase->panels * phase->row_chunks;
         phase->first_task[i + 1] = phase->first_task[i] + tasks;
     }
     threads_run(phase->engine->threads, product_task, phase, phase->first_task[phase->matrices]);
@@ -317,7 +312,7 @@ static void gate_task(void *context, int task, int thread)
 {
     ProductPhase *phase = context;
     Engine *e = phase->engine;
-    const int all = panels_of(phase->matrix[0]);
+    const int all = phase->matrix[0]->panels;
     int panel = task / phase->row_chunks * phase->panels, row = task % phase->row_chunks * phase->row_chunk;
     int panels = all - panel < phase->panels ? all - panel : phase->panels, columns = panels * LANES;
     int end = phase->count - row < phase->row_chunk ? phase->count : row + phase->row_chunk;
@@ -339,7 +334,7 @@ static void gate_task(void *context, int task, int thread)
 static void gates(Engine *e, const Layer *layer)
 {
     ProductPhase phase = {.engine = e, .matrix = {&layer->gate, &layer->up}, .matrices = 2, .rows = &e->input};
-    int panels = panels_of(&layer->gate);
+    int panels = layer->gate.panels;
     split(&phase, panels, 2 * e->model.hidden, e->total);
     threads_run(e->threads, gate_task, &phase, (panels + phase.panels - 1) / phase.panels * phase.row_chunks);
 }

@@ -18,10 +18,10 @@ static double cosine_of(double x)
            s * (1.0 / 479001600.0 + s * (-1.0 / 87178291200.0)))))));
 }
 
-void angles(int position, const double *frequencies, int pairs, float scale, float *cosines, float *sines)
+void angles(int position, const float *frequencies, int pairs, float scale, float *cosines, float *sines)
 {
     for (int i = 0; i < pairs; i++) {
-        double angle = position * frequencies[i];
+        double angle = (float)position * frequencies[i];
         long long quarters = (long long)(angle * 0x1.45f306dc9c883p-1 + 0.5);
         double count = (double)quarters; // the first two parts of pi / 2 have 22 and 21 bits
         double rest = angle - count * 0x1.921fb0p+0 - count * 0x1.5110b0p-22 - count * 0x1.18469898cc517p-44;

@@ -4,16 +4,13 @@
 // weights: no lane is ever added to another, so the order of a sum is that of the columns.
 
 #define TILE_ROWS 4
-#define TILE_PANELS 4
 
 INLINE V load_weights(int format, const uint8_t *p)
 {
-    if (format == FORMAT_FLOAT32)
-        return v_load((const float *)p);
-    return format == FORMAT_BFLOAT16 ? v_load_bf16((const uint16_t *)p) : v_load_f16((const uint16_t *)p);
+    return format == FORMAT_FLOAT32 ? v_load((const float *)p) : v_load_bf16((const uint16_t *)p);
 }
 
-INLINE void tile_of_floats(int format, int rows, int panels, const uint8_t *weights, int64_t panel, const Rows *x,
+SPECIALISED void tile_of_floats(int format, int rows, int panels, const uint8_t *weights, int64_t panel, const Rows *x,
                            int row, float *out, int64_t stride)
 {
     V sums[TILE_ROWS][TILE_PANELS];
@@ -34,7 +31,7 @@ INLINE void tile_of_floats(int format, int rows, int panels, const uint8_t *weig
         UNROLL for (int p = 0; p < panels; p++) v_store(out + r * stride + p * LANES, sums[r][p]);
 }
 
-INLINE void tile_of_bytes(int format, int rows, int panels, const uint8_t *weights, int64_t panel, const Rows *x,
+SPECIALISED void tile_of_bytes(int format, int rows, int panels, const uint8_t *weights, int64_t panel, const Rows *x,
                           int row, float *out, int64_t stride)
 {
     const int group = group_of(format), groups = x->columns / group;
@@ -97,71 +94,56 @@ INLINE void tile_of_bytes(int format, int rows, int panels, const uint8_t *weigh
         UNROLL for (int p = 0; p < panels; p++) v_store(out + r * stride + p * LANES, sums[r][p]);
 }
 
-// The compiler makes one of these for every combination that `multiply` calls.
-INLINE void tile(int format, int rows, int panels, const uint8_t *weights, int64_t panel, const Rows *x, int row,
-                 float *out, int64_t stride)
-{
-    if (format >= FORMAT_INT8)
-        tile_of_bytes(format, rows, panels, weights, panel, x, row, out, stride);
-    else
-        tile_of_floats(format, rows, panels, weights, panel, x, row, out, stride);
-}
-
-INLINE void multiply_rows(int format, int rows, const Matrix *matrix, int panel, int count, const Rows *x, int row,
+// `count` panels, some at a time, whose format and rows the compiler knows.
+SPECIALISED void multiply_rows(int format, int rows, const Matrix *matrix, int panel, int count, const Rows *x, int row,
                           float *out, int64_t stride)
 {
-    int64_t bytes = panel_bytes(matrix->format, matrix->columns);
+    const int64_t bytes = panel_bytes(format, matrix->columns);
     const uint8_t *weights = matrix->data + panel * bytes;
-    int done = 0;
-    for (; done + VECTORS(rows) <= count; done += VECTORS(rows))
-        tile(format, rows, VECTORS(rows), weights + done * bytes, bytes, x, row, out + done * LANES, stride);
-    for (; done < count; done++)
-        tile(format, rows, 1, weights + done * bytes, bytes, x, row, out + done * LANES, stride);
+    for (int done = 0; done < count; done += VECTORS(rows), weights += VECTORS(rows) * bytes) {
+        if (format >= FORMAT_INT8)
+            tile_of_bytes(format, rows, VECTORS(rows), weights, bytes, x, row, out + done * LANES, stride);
+        else
+            tile_of_floats(format, rows, VECTORS(rows), weights, bytes, x, row, out + done * LANES, stride);
+    }
 }
 
-#define MULTIPLY_ROWS(format)                                                                                          \
+#define MULTIPLY(format)                                                                                               \
     static void multiply_##format(const Matrix *matrix, int panel, int count, const Rows *x, int row, int rows,        \
                                   float *out, int64_t stride)                                                          \
     {                                                                                                                  \
-        switch (rows) {                                                                                                \
-        case 1:                                                                                                        \
+        if (rows == 1)                                                                                                 \
             multiply_rows(format, 1, matrix, panel, count, x, row, out, stride);                                       \
-            break;                                                                                                     \
-        case 2:                                                                                                        \
+        else if (rows == 2)                                                                                            \
             multiply_rows(format, 2, matrix, panel, count, x, row, out, stride);                                       \
-            break;                                                                                                     \
-        case 3:                                                                                                        \
-            multiply_rows(format, 3, matrix, panel, count, x, row, out, stride);                                       \
-            break;                                                                                                     \
-        default:                                                                                                       \
-            multiply_rows(format, 4, matrix, panel, count, x, row, out, stride);                                       \
-        }                                                                                                              \
+        else                                                                                                           \
+            multiply_rows(format, TILE_ROWS, matrix, panel, count, x, row, out, stride);                               \
     }
 
-MULTIPLY_ROWS(FORMAT_FLOAT32)
-MULTIPLY_ROWS(FORMAT_BFLOAT16)
-MULTIPLY_ROWS(FORMAT_FLOAT16)
-MULTIPLY_ROWS(FORMAT_INT8)
-MULTIPLY_ROWS(FORMAT_Q8_0)
-MULTIPLY_ROWS(FORMAT_Q4_0)
-MULTIPLY_ROWS(FORMAT_Q4_1)
+MULTIPLY(FORMAT_FLOAT32)
+MULTIPLY(FORMAT_BFLOAT16)
+MULTIPLY(FORMAT_INT8)
+MULTIPLY(FORMAT_Q8_0)
+MULTIPLY(FORMAT_Q4_0)
+MULTIPLY(FORMAT_Q4_1)
 
-typedef void MultiplyRows(const Matrix *, int, int, const Rows *, int, int, float *, int64_t);
+typedef void Multiply(const Matrix *, int, int, const Rows *, int, int, float *, int64_t);
 
 // Some panels at a time stay in the nearest cache while all rows pass by them.
 static void multiply(const Matrix *matrix, int panel, int count, const Rows *x, int row, int rows, float *out,
                      int64_t stride)
 {
-    static MultiplyRows *const of_format[] = {
-        multiply_FORMAT_FLOAT32, multiply_FORMAT_BFLOAT16, multiply_FORMAT_FLOAT16, multiply_FORMAT_INT8,
-        multiply_FORMAT_Q8_0,    multiply_FORMAT_Q4_0,     multiply_FORMAT_Q4_1,
+    static Multiply *const of_format[] = {
+        [FORMAT_FLOAT32] = multiply_FORMAT_FLOAT32, [FORMAT_BFLOAT16] = multiply_FORMAT_BFLOAT16,
+        [FORMAT_INT8] = multiply_FORMAT_INT8,       [FORMAT_Q8_0] = multiply_FORMAT_Q8_0,
+        [FORMAT_Q4_0] = multiply_FORMAT_Q4_0,       [FORMAT_Q4_1] = multiply_FORMAT_Q4_1,
     };
+    Multiply *const some = of_format[matrix->format];
     for (int done = 0; done < count; done += TILE_PANELS) {
-        int panels = count - done < TILE_PANELS ? count - done : TILE_PANELS;
-        for (int r = 0; r < rows; r += TILE_ROWS)
-            of_format[matrix->format](matrix, panel + done, panels, x, row + r,
-                                      rows - r < TILE_ROWS ? rows - r : TILE_ROWS,
-                                      out + r * stride + done * LANES, stride);
+        for (int r = 0, step; r < rows; r += step) {
+            step = rows - r >= TILE_ROWS ? TILE_ROWS : rows - r >= 2 ? 2 : 1;
+            some(matrix, panel + done, TILE_PANELS, x, row + r, step, out + r * stride + done * LANES, stride);
+        }
     }
 }
 

@@ -34,7 +34,7 @@ static const uint8_t *block_at(const Attention *a, int position)
     return a->pool + a->blocks[position / a->block_size] * a->block_bytes;
 }
 
-INLINE Tile tile_in_pool(const Attention *a, int type, int first, int last)
+SPECIALISED Tile tile_in_pool(const Attention *a, int type, int first, int last)
 {
     Tile tile = {.key_stride = a->block_size};
     for (int sub = 0; sub < TILE_KEYS / SUB; sub++) {
@@ -58,7 +58,7 @@ INLINE float load_one(int type, const uint8_t *p, int64_t at)
 }
 
 // Makes floats of the tile's keys and values: keys [head_dim, 64], values [64, head_dim].
-INLINE Tile tile_in_scratch(const Attention *a, int type, int first, int last)
+SPECIALISED Tile tile_in_scratch(const Attention *a, int type, int first, int last)
 {
     const int dim = a->head_dim;
     float *keys = a->scratch, *values = a->scratch + TILE_KEYS * dim;
@@ -89,7 +89,7 @@ INLINE Tile tile_in_scratch(const Attention *a, int type, int first, int last)
 }
 
 // The scores of `count` rows with the 64 keys of a tile.
-INLINE void score(int type, int count, const float *const *query, const Tile *tile, int dim, float *scores)
+SPECIALISED void score(int type, int count, const float *const *query, const Tile *tile, int dim, float *scores)
 {
     const int vectors = VECTORS(count);
     for (int first = 0; first < TILE_KEYS / SUB; first += vectors) {
@@ -113,7 +113,7 @@ INLINE void score(int type, int count, const float *const *query, const Tile *ti
 
 // Makes weights of a row's scores, of which the first `keys` count; returns what earlier sums are
 // to be multiplied with.
-INLINE float weigh(float *scores, int keys, float *largest, float *weight)
+SPECIALISED float weigh(float *scores, int keys, float *largest, float *weight)
 {
     V rows[TILE_KEYS / SUB];
     V most = v_set(-INFINITY), sum = v_set(0);
@@ -136,7 +136,7 @@ INLINE float weigh(float *scores, int keys, float *largest, float *weight)
 }
 
 // values = values * scale + the weighted values of the first `keys` of a tile, `vectors` at once.
-INLINE void sum_values(int type, int count, int vectors, const Tile *tile, int keys, const float *weights,
+SPECIALISED void sum_values(int type, int count, int vectors, const Tile *tile, int keys, const float *weights,
                        const float *scales, int dim, int first, float *const *values)
 {
     V sums[4][4];
@@ -157,7 +157,7 @@ INLINE void sum_values(int type, int count, int vectors, const Tile *tile, int k
         UNROLL for (int v = 0; v < vectors; v++) v_store(values[r] + first + v * LANES, sums[r][v]);
 }
 
-INLINE void attend_rows(int type, int count, const Attention *a, const Tile *tile, int row, int first, int last,
+SPECIALISED void attend_rows(int type, int count, const Attention *a, const Tile *tile, int row, int first, int last,
                         Partial *out, float *scores)
 {
     const float *query[4];
@@ -187,23 +187,16 @@ INLINE void attend_rows(int type, int count, const Attention *a, const Tile *til
         sum_values(type, count, 1, tile, most, scores, scales, a->head_dim, d, values);
 }
 
-INLINE void attend_tile(int type, const Attention *a, const Tile *tile, int rows, int first, int last, Partial *out,
+SPECIALISED void attend_tile(int type, const Attention *a, const Tile *tile, int rows, int first, int last, Partial *out,
                         float *scores)
 {
     int row = 0;
     for (; row + 4 <= rows; row += 4)
         attend_rows(type, 4, a, tile, row, first, last, out, scores);
-    switch (rows - row) {
-    case 1:
-        attend_rows(type, 1, a, tile, row, first, last, out, scores);
-        break;
-    case 2:
+    for (; row + 2 <= rows; row += 2)
         attend_rows(type, 2, a, tile, row, first, last, out, scores);
-        break;
-    case 3:
-        attend_rows(type, 3, a, tile, row, first, last, out, scores);
-        break;
-    }
+    if (row < rows)
+        attend_rows(type, 1, a, tile, row, first, last, out, scores);
 }
 
 INLINE void prefetch(const Attention *a, int type, int first, int last)
@@ -218,7 +211,7 @@ INLINE void prefetch(const Attention *a, int type, int first, int last)
     }
 }
 
-INLINE void attend_of_type(int type, const Attention *a, int first, int last, Partial *out)
+SPECIALISED void attend_of_type(int type, const Attention *a, int first, int last, Partial *out)
 {
     const int rows = a->tokens * a->heads, direct = rows <= DIRECT_ROWS && a->block_size >= SUB;
     float *scores = a->scratch + 2 * TILE_KEYS * a->head_dim;

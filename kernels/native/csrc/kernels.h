@@ -9,17 +9,18 @@
 #include <stdint.h>
 
 #define LANES 16
+#define TILE_PANELS 4 // panels of a product's tile
 #define TILE_KEYS 64       // keys that attention weighs at once, at fixed absolute positions
 #define SEGMENT_KEYS 1024  // keys that one task may take, at fixed absolute positions
 
-// How weights lie in memory. A panel has 16 rows; panels follow each other. Within a panel, column
+// How weights lie in memory. A panel has 16 rows; panels follow each other, in a number that is a
+// multiple of 4: what there is too much of is zero. Within a panel, column
 // by column: the 16 values of one column (floats); or for every group of columns first its 16
 // scales, then minima where there are any, then for every 4 columns 16 times 4 bytes. Where a byte
 // has two weights, its low half belongs to the first half of the group's columns.
 enum {
     FORMAT_FLOAT32,
     FORMAT_BFLOAT16,
-    FORMAT_FLOAT16,
     FORMAT_INT8,  // groups of 64, scales in float32; weights from -127 to 127, plus 128
     FORMAT_Q8_0,  // groups of 32, scales in float16; weights from -128 to 127, plus 128
     FORMAT_Q4_0,  // groups of 32, scales in float16; weights from -8 to 7, plus 8
@@ -30,8 +31,8 @@ enum { KV_FLOAT32, KV_BFLOAT16, KV_FLOAT16 };
 
 typedef struct {
     const uint8_t *data;
-    const float *bias; // [rows], or null
-    int32_t format, rows, columns;
+    const float *bias; // one for each row, or null
+    int32_t format, panels, columns;
 } Matrix;
 
 // The rows that a matrix is multiplied with, as floats and quantised in groups of `group` columns.
@@ -68,8 +69,8 @@ typedef struct {
     void (*normalise)(const float *x, const float *weight, float epsilon, int columns, float *out);
     // `count` columns from `first` on, whole groups.
     void (*quantise)(Rows *rows, int row, int first, int count);
-    // out[row][16 * panel ...] for `count` panels from `panel` on and `rows` rows from `row` on;
-    // `out` begins at the first of each, with `stride` floats from row to row.
+    // out[row][16 * panel ...] for `count` panels from `panel` on, whole tiles, and `rows` rows from
+    // `row` on; `out` begins at the first of each, with `stride` floats from row to row.
     void (*multiply)(const Matrix *, int panel, int count, const Rows *, int row, int rows, float *out,
                      int64_t stride);
     void (*embed)(const Matrix *, int row, float *out);
@@ -102,7 +103,6 @@ static inline int unit_bytes(int format)
     case FORMAT_FLOAT32:
         return 4 * LANES;
     case FORMAT_BFLOAT16:
-    case FORMAT_FLOAT16:
         return 2 * LANES;
     case FORMAT_INT8:
         return (4 + 64) * LANES;
