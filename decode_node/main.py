@@ -21,7 +21,7 @@ def run(argv: Sequence[str]) -> int:
 def _parts() -> Parts[DecodeConfig, Engine]:
     from kvferry.decode_node.node import DecodeLimits, DecodeNode
     from kvferry.kernels.errors import ModelError
-    from kvferry.kernels.load import load_engine
+    from kvferry.kernels.load import LoadOptions, load_engine
 
     def node(engine: Engine, config: DecodeConfig, around: Surroundings) -> DecodeNode:
         limits = DecodeLimits(
@@ -42,4 +42,4 @@ def _parts() -> Parts[DecodeConfig, Engine]:
             store=around.store,
         )
 
-    return Parts(load_engine, ModelError, node, lambda config: config.max_num_seqs)
+    return Parts(load_engine, LoadOptions, ModelError, node, lambda config: config.max_num_seqs)

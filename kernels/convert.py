@@ -1,4 +1,4 @@
-"""GGUF to safetensors: turns a quantised file into a float32 model folder for transformers.
+"""GGUF to a model folder: the weights as they are for the native engine, and in float32 for others.
 
 The result has config, weights, tokenizer, chat template and generation config, and appears under
 its name only when it is complete. Run as ``python -m kvferry.kernels.convert SOURCE TARGET``. This
@@ -27,7 +27,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from transformers.integrations.gguf.reader import read_gguf_metadata
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
-from kvferry.kernels.errors import ModelError
+from kvferry.kernels.engines.native import GGUF_WEIGHTS
+from kvferry.kernels.errors import ModelError, NotNative
+from kvferry.kernels.native.architecture import read_architecture
+from kvferry.kernels.native.sources import GgufSource, shapes
+from kvferry.kernels.native.weights import pack_weights
 
 DIGIT_SPLITTING = ("codeshell", "command-r", "exaone", "refact", "smollm", "starcoder")
 """Values of `tokenizer.ggml.pre` under which llama.cpp makes every digit a piece of its own."""
@@ -86,6 +90,17 @@ def _convert(source: Path, folder: Path) -> None:
         config.dtype = torch.float32
         config.save_pretrained(folder)
         _generation_config(config, metadata).save_pretrained(folder)
+    _pack_as_it_is(source, folder)
+
+
+def _pack_as_it_is(source: Path, folder: Path) -> None:
+    """Beside the float32 weights those of the file, for the native engine, if it serves such."""
+    try:
+        found = read_architecture(folder, 1)  # whether it serves the longest sequence is seen later
+    except NotNative:
+        return
+    with _step("packing the weights as they are"):
+        pack_weights(folder / GGUF_WEIGHTS, GgufSource(source, found), shapes(found), "gguf")
 
 
 def _shallow(module: Any, depth: int) -> SimpleNamespace:

@@ -20,7 +20,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _parts() -> Parts[PrefillConfig, Engine]:
     from kvferry.kernels.errors import ModelError
-    from kvferry.kernels.load import load_engine
+    from kvferry.kernels.load import LoadOptions, load_engine
     from kvferry.prefill_node.node import PrefillNode
 
     def node(engine: Engine, config: PrefillConfig, around: Surroundings) -> PrefillNode:
@@ -35,4 +35,4 @@ def _parts() -> Parts[PrefillConfig, Engine]:
             load_patience_s=config.load_patience,
         )
 
-    return Parts(load_engine, ModelError, node)
+    return Parts(load_engine, LoadOptions, ModelError, node)

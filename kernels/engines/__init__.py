@@ -1,1 +1,1 @@
-"""What runs a packed batch: torch with a real model, a stand-in without one."""
+"""What runs a packed batch: native on a CPU, torch for other models, a stand-in without one."""

@@ -6,7 +6,6 @@ transformers, and knows nothing of what its blocks mean to anyone.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +20,13 @@ from kvferry.kernels.native import library as c
 from kvferry.kernels.native.architecture import Architecture, read_architecture
 from kvferry.kernels.native.build import find_library
 from kvferry.kernels.native.packing import GROUPS
-from kvferry.kernels.native.sources import PROJECTIONS, GgufSource, SafetensorsSource, shapes
-from kvferry.kernels.native.weights import PACKING, Tensor, Weights, open_weights
+from kvferry.kernels.native.sources import PROJECTIONS, SafetensorsSource, shapes
+from kvferry.kernels.native.weights import PACKING, Tensor, Weights, made_once, pack_weights
 
 NUMERICS = "1"
 """Raised whenever the engine's results change in a bit, or a block's layout does."""
-GGUF_NAME = "model.gguf"
-"""The quantised file beside the weights that were made of it."""
+GGUF_WEIGHTS = f"gguf-{PACKING}.weights"
+"""In a folder that was converted from GGUF: the weights as the file had them, packed."""
 KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -79,13 +78,15 @@ class NativeModel:
             raise ModelError(f"KVFERRY_ISA: this CPU does not run {options.isa}")
         self.isa = isa
         self.options = options
-        source = (
-            GgufSource(folder / GGUF_NAME, self.architecture)
-            if options.weights == "gguf"
-            else SafetensorsSource(folder)
-        )
-        path = cache_dir / "native" / f"{digest[:16]}-{options.weights}-{PACKING}.weights"
-        self.weights = open_weights(path, source, shapes(self.architecture), options.weights)
+        path = folder / GGUF_WEIGHTS
+        if options.weights != "gguf":
+            path = cache_dir / "native" / f"{digest[:16]}-{options.weights}-{PACKING}.weights"
+            made_once(path, lambda: self._pack(folder, path))
+        self.weights = Weights(path)
+
+    def _pack(self, folder: Path, path: Path) -> None:
+        source = SafetensorsSource(folder)
+        pack_weights(path, source, shapes(self.architecture), self.options.weights)
 
     @property
     def block_bytes(self) -> int:
@@ -263,5 +264,3 @@ def _identity(model: NativeModel) -> Mapping[str, str]:
         "head_dim": str(found.head_dim),
         "rope": found.rope,
     }
-
-

@@ -31,6 +31,7 @@ FLAGS = ("-O2", "-std=gnu11", "-fPIC", "-ffp-contract=off", "-fno-math-errno", "
 AVX2 = ("-mavx2", "-mfma", "-mf16c")
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni", "-mfma", "-mf16c")
 COMPILERS = ("cc", "gcc", "clang")
+ZIG = "ziglang"
 SECONDS = 300
 
 log = logging.getLogger(__name__)
@@ -73,8 +74,8 @@ def _compiler() -> list[str]:
     for name in COMPILERS:
         if found := shutil.which(name):
             return [found]
-    if importlib.util.find_spec("ziglang") is not None:
-        return [sys.executable, "-m", "ziglang", "cc"]
+    if importlib.util.find_spec(ZIG) is not None:
+        return [sys.executable, "-m", ZIG, "cc"]
     raise NotNative(
         "no C compiler was found (cc, gcc, clang): install one, or pip install 'kvferry[compiler]'"
     )

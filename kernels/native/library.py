@@ -123,9 +123,7 @@ class Kernels(Structure):
         ("quantise", _kernel(POINTER(Rows), c_int, c_int, c_int)),
         (
             "multiply",
-            _kernel(
-                POINTER(Matrix), c_int, c_int, POINTER(Rows), c_int, c_int, c_void_p, c_int64
-            ),
+            _kernel(POINTER(Matrix), c_int, c_int, POINTER(Rows), c_int, c_int, c_void_p, c_int64),
         ),
         ("embed", _kernel(POINTER(Matrix), c_int, c_void_p)),
         ("add", _kernel(c_void_p, c_int, c_void_p)),

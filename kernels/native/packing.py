@@ -22,7 +22,7 @@ ROWS = LANES * PANELS
 COLUMNS = 64
 """Rows and columns are filled up with zeros to a multiple of so many."""
 BLOCK_BYTES = {"q8_0": 34, "q4_0": 18, "q4_1": 20}
-"""Of 32 weights of a row, as GGUF has them: a float16 scale, for Q4_1 a float16 minimum, weights."""
+"""Of 32 weights of a row, as GGUF has them: a scale, for Q4_1 a minimum, both float16, weights."""
 
 
 def pad(size: int, unit: int) -> int:

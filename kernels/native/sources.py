@@ -107,7 +107,11 @@ _HF_NAMES = {
     "up": "{}.mlp.up_proj.weight",
     "down": "{}.mlp.down_proj.weight",
 }
-_DTYPES = {"F32": np.dtype("<f4"), "F16": np.dtype("<f2"), "BF16": np.dtype("<u2")}
+_DTYPES: Mapping[str, np.dtype[Any]] = {
+    "F32": np.dtype("<f4"),
+    "F16": np.dtype("<f2"),
+    "BF16": np.dtype("<u2"),
+}
 _MOST_HEADER = 100 << 20
 
 
@@ -141,7 +145,7 @@ class SafetensorsSource:
         if tensor is None:
             raise ModelError(f"{self._folder}: weight {theirs} is missing")
         _check_shape(self._folder, theirs, tensor.shape, shape)
-        raw = np.fromfile(
+        raw: NDArray[Any] = np.fromfile(
             tensor.file, _DTYPES[tensor.dtype], count=math.prod(shape), offset=tensor.offset
         ).reshape(shape)
         if tensor.dtype == "BF16":
@@ -225,8 +229,8 @@ class GgufSource:
         tensor = self._checked(name, shape)
         with _as_model_error(self._path):
             values = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
-        values = np.asarray(values, np.float32).reshape(shape)
-        return self._turned_back(name, values)
+        floats: Floats = self._turned_back(name, np.asarray(values, np.float32).reshape(shape))
+        return floats
 
     def blocks(self, name: str, shape: tuple[int, ...]) -> Blocks | None:
         tensor = self._checked(name, shape)
@@ -252,9 +256,7 @@ class GgufSource:
         return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
 
 
-def _check_shape(
-    where: Path, name: str, found: tuple[int, ...], wanted: tuple[int, ...]
-) -> None:
+def _check_shape(where: Path, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> None:
     if found != wanted:
         raise ModelError(f"{where}: {name} is {list(found)}, not {list(wanted)}")
 

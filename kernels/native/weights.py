@@ -15,7 +15,7 @@ import os
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,10 +97,22 @@ class Weights:
         return dict(Counter(it.format for it in self.tensors.values() if it.rows > 1))
 
 
-def open_weights(path: Path, source: Source, shapes: Shapes, quantization: str) -> Weights:
-    """The packed weights `path`, made first if need be.
+def made_once(path: Path, make: Callable[[], None]) -> None:
+    """Lets `make` write `path` unless it is there.
 
-    Any number of processes may ask at once: one packs, the others wait.
+    Any number of processes may ask at once: one makes it, the others wait.
+    """
+    if path.is_file():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (path.parent / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.is_file():
+            make()
+
+
+def pack_weights(path: Path, source: Source, shapes: Shapes, quantization: str) -> None:
+    """Writes the packed weights `path`.
 
     Parameters
     ----------
@@ -111,16 +123,6 @@ def open_weights(path: Path, source: Source, shapes: Shapes, quantization: str) 
     ModelError
         A weight is missing or of another shape, or the file cannot be written.
     """
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with (path.parent / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.is_file():
-                _pack(path, source, shapes, quantization)
-    return Weights(path)
-
-
-def _pack(path: Path, source: Source, shapes: Shapes, quantization: str) -> None:
     began = time.monotonic()
     log.info("packing weights as %s once, into %s", quantization, path)
     index: dict[str, tuple[int, int, str, int, int]] = {}

@@ -26,7 +26,16 @@ class NodeConfig(ModelRoleConfig, ServerRoleConfig):
     enable_prefix_caching: bool = flag(True, "reuse blocks of earlier requests", own=True)
     block_size: int = flag(16, "tokens per KV block: 8, 16, 32 or 64", minimum=1)
     dtype: Literal["auto", "float32", "float16", "bfloat16"] = flag(
-        "auto", "type of weights and KV"
+        "auto", "type of weights that are not quantised, and of their KV"
+    )
+    quantization: Literal["auto", "none", "int8", "gguf"] = flag(
+        "auto", "weights on a CPU; auto: as a GGUF file has them, else int8; none with a --dtype"
+    )
+    kv_cache_dtype: Literal["auto", "float32", "float16", "bfloat16"] = flag(
+        "auto", "type of KV; auto: --dtype, or float16 beside quantised weights"
+    )
+    isa: Literal["auto", "avx512", "avx2", "portable"] = flag(
+        "auto", "instruction set of the native engine", hidden=True
     )
     device: str = flag("auto", "cpu or cuda; auto: cuda if there is one", own=True)
     threads: int | None = flag(None, "compute threads [one a core]", own=True)

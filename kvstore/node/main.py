@@ -20,6 +20,7 @@ from kvferry.kvstore.node.compute import ComputeNode
 from kvferry.kvstore.node.config import NodeConfig
 from kvferry.kvstore.node.debug import DebugSwitches
 from kvferry.kvstore.process.collector import Collector
+from kvferry.kvstore.process.model_files import content_digest
 from kvferry.kvstore.process.settings import parse
 from kvferry.kvstore.wire.client import Client
 from kvferry.kvstore.wire.server import Server
@@ -53,6 +54,8 @@ class Parts(Generic[Config, Engine]):
 
     load: Callable[..., Engine]
     """`kernels.load.load_engine`."""
+    options: Callable[..., object]
+    """`kernels.load.LoadOptions`."""
     refusal: type[Exception]
     """What `load` raises of a model that cannot be served."""
     node: Callable[[Engine, Config, Surroundings], ComputeNode[Any]]
@@ -80,11 +83,19 @@ def run_node(
         try:
             engine = parts.load(
                 booted.files.folder,
-                dtype=config.dtype,
-                device=config.device,
-                block_size=config.block_size,
-                kv_bytes=config.kv_cache_memory_bytes,
-                max_model_len=config.max_model_len,
+                parts.options(
+                    dtype=config.dtype,
+                    quantization=config.quantization,
+                    kv_cache_dtype=config.kv_cache_dtype,
+                    device=config.device,
+                    block_size=config.block_size,
+                    kv_bytes=config.kv_cache_memory_bytes,
+                    max_model_len=config.max_model_len,
+                    threads=config.threads,
+                    isa=config.isa,
+                ),
+                cache_dir=config.cache_dir,
+                digest=content_digest(booted.files.folder, config.cache_dir),
             )
         except parts.refusal as error:
             raise ConfigError(str(error)) from error

@@ -17,6 +17,7 @@ from safetensors import safe_open
 from tokenizers import Tokenizer
 
 from kvferry.kernels.convert import convert_gguf
+from kvferry.kernels.engines.native import GGUF_WEIGHTS
 from kvferry.kernels.errors import ModelError
 from kvferry.tests.rigs.models.oracle import greedy, load_oracle
 
@@ -42,6 +43,7 @@ def test_the_folder_is_complete(smollm2: Path) -> None:
         "chat_template.jinja",
         "config.json",
         "generation_config.json",
+        GGUF_WEIGHTS,
         "model.safetensors",
         "tokenizer.json",
         "tokenizer_config.json",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvferry.kernels.errors import ModelError
 from kvferry.kernels.load import load_engine
 from kvferry.kernels.model import load_model
 from kvferry.kernels.model_config import ModelFacts, read_facts, resolve_device
+from kvferry.tests.rigs.models.native import OPTIONS
 from kvferry.tests.rigs.models.tiny import tiny_config, write_tiny_model
 
 CPU = torch.device("cpu")
@@ -152,14 +154,7 @@ def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, content: str | Non
     if content is not None:
         (tmp_path / "config.json").write_text(content)
     with pytest.raises(ModelError, match=str(tmp_path)):
-        load_engine(
-            tmp_path,
-            dtype="auto",
-            device="cpu",
-            block_size=16,
-            kv_bytes=1 << 20,
-            max_model_len=None,
-        )
+        load_engine(tmp_path, OPTIONS, cache_dir=tmp_path, digest="d")
 
 
 def test_missing_or_misshapen_weights_are_refused(tmp_path: Path) -> None:
@@ -193,11 +188,4 @@ def test_loading_is_quiet(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> 
 def test_a_budget_below_one_request_is_refused_with_both_numbers(tmp_path: Path) -> None:
     write_tiny_model(tmp_path, vocab_size=64)
     with pytest.raises(ModelError, match=r"4096\.0KiB.*2048\.0KiB"):
-        load_engine(
-            tmp_path,
-            dtype="auto",
-            device="cpu",
-            block_size=16,
-            kv_bytes=2 << 20,
-            max_model_len=None,
-        )
+        load_engine(tmp_path, replace(OPTIONS, kv_bytes=2 << 20), cache_dir=tmp_path, digest="d")

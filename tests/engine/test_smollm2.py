@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,11 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from kvferry.kernels.engine import Batch, Span
-from kvferry.kernels.engines.torch import TorchEngine, load_torch_engine
+from kvferry.kernels.engine import Batch, Engine, Span
+from kvferry.kernels.engines.torch import load_torch_engine
+from kvferry.kernels.load import load_engine
+from kvferry.kvstore.process.settings import default_cache_dir
+from kvferry.tests.rigs.models.native import OPTIONS
 from kvferry.tests.rigs.models.oracle import Judge, load_oracle, logits_at
 
 pytestmark = pytest.mark.slow
@@ -28,10 +33,15 @@ def oracle(smollm2: Path) -> Any:
     return load_oracle(smollm2)
 
 
-@pytest.fixture(scope="module")
-def engine(smollm2: Path) -> TorchEngine:
-    return load_torch_engine(
-        smollm2, dtype="auto", device="cpu", block_size=16, num_blocks=200, max_model_len=None
+@pytest.fixture(scope="module", params=["torch", "native"])
+def engine(request: pytest.FixtureRequest, smollm2: Path) -> Engine:
+    if request.param == "torch":
+        return load_torch_engine(
+            smollm2, dtype="auto", device="cpu", block_size=16, num_blocks=200, max_model_len=None
+        )
+    options = replace(OPTIONS, dtype="float32", kv_bytes=1 << 30, threads=2)
+    return load_engine(
+        smollm2, options, cache_dir=default_cache_dir(os.environ), digest="smollm2 of tests"
     )
 
 
@@ -52,7 +62,7 @@ def tables(prompts: list[list[int]]) -> list[list[int]]:
 
 
 def test_texts_decoded_together_equal_the_oracles(
-    oracle: Any, engine: TorchEngine, prompts: list[list[int]]
+    oracle: Any, engine: Engine, prompts: list[list[int]]
 ) -> None:
     blocks = tables(prompts)
     batch = Batch(tuple(Span(ids, 0, t, True) for ids, t in zip(prompts, blocks, strict=True)))
@@ -72,7 +82,7 @@ def test_texts_decoded_together_equal_the_oracles(
 
 
 def test_chunks_of_a_long_prompt_equal_one_pass(
-    oracle: Any, engine: TorchEngine, prompts: list[list[int]]
+    oracle: Any, engine: Engine, prompts: list[list[int]]
 ) -> None:
     ids = prompts[-1]
     table = tables(prompts)[0]

@@ -29,6 +29,7 @@ from kvferry.kernels.engines.standin import (
 )
 from kvferry.kernels.errors import ModelError
 from kvferry.kernels.load import load_engine
+from kvferry.tests.rigs.models.native import OPTIONS
 
 B = 16
 
@@ -158,14 +159,7 @@ def test_a_wrong_batch_is_refused() -> None:
 def test_a_folder_selects_it(tmp_path: Path) -> None:
     config = write_standin_model(tmp_path, salt="s", max_position_embeddings=1000)
     assert read_standin_config(tmp_path) == config
-    engine = load_engine(
-        tmp_path,
-        dtype="auto",
-        device="cpu",
-        block_size=B,
-        kv_bytes=1 << 20,
-        max_model_len=None,
-    )
+    engine = load_engine(tmp_path, OPTIONS, cache_dir=tmp_path, digest="d")
     assert isinstance(engine, StandinEngine)
     assert engine.spec.max_model_len == 1000
     with pytest.raises(ModelError, match=r"1001.*1000"):
@@ -225,11 +219,13 @@ def test_the_folder_is_a_model_folder(tmp_path: Path) -> None:
 
 def test_it_never_imports_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from kvferry.kernels.load import load_engine;"
+        "import sys; from pathlib import Path;"
+        "from kvferry.kernels.load import LoadOptions, load_engine;"
         "from kvferry.kernels.engines.standin import write_standin_model;"
         "folder = Path(sys.argv[1]);"
-        "write_standin_model(folder); load_engine(folder, dtype='auto', device='auto',"
-        "block_size=16, kv_bytes=1 << 20, max_model_len=None);"
+        "write_standin_model(folder);"
+        "options = LoadOptions('auto', 'auto', 'auto', 'auto', 16, 1 << 20, None, None);"
+        "load_engine(folder, options, cache_dir=folder, digest='d');"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-P", "-c", code, tmp_path], check=True, timeout=30)

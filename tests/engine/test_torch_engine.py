@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,58 +14,10 @@ from kvferry.kernels.engine import Batch, Span
 from kvferry.kernels.engines.torch import TorchEngine, load_torch_engine
 from kvferry.kernels.errors import ModelError
 from kvferry.tests.rigs.models.oracle import agree, greedy, load_oracle, logits_at
+from kvferry.tests.rigs.models.sequences import CHUNK, B, Sequences, prompt, serve
 from kvferry.tests.rigs.models.tiny import FAMILIES, VOCAB_SIZE, write_tiny_model
 
-B = 16
-CHUNK = 512
 LENGTHS = (1, 2, 15, 16, 17, 31, 32, 33, 63, 64, 65, 511, 512, 513, 1023, 1024, 1025, 1041)
-
-
-class Sequences:
-    """Sequences over shuffled blocks of one engine."""
-
-    def __init__(self, engine: TorchEngine, seed: int = 0) -> None:
-        self.engine = engine
-        self.free = list(range(engine.spec.num_blocks))
-        random.Random(seed).shuffle(self.free)
-        self.calls = 0
-
-    def blocks(self, tokens: int) -> list[int]:
-        return [self.free.pop() for _ in range(-(-tokens // B))]
-
-    def step(self, *spans: Span) -> Any:
-        return self.engine.forward(Batch(spans), self._between).copy()
-
-    def prefill(self, ids: Sequence[int], blocks: Sequence[int], chunks: Sequence[int]) -> Any:
-        """The logits of the last token; `chunks` add up to at least the length."""
-        start = 0
-        logits = None
-        for chunk in chunks:
-            tokens = ids[start : start + chunk]
-            logits = self.step(Span(tokens, start, blocks, start + len(tokens) == len(ids)))
-            start += len(tokens)
-            if start == len(ids):
-                break
-        return logits
-
-    def greedy(self, ids: Sequence[int], n: int) -> list[int]:
-        blocks = self.blocks(len(ids) + n)
-        logits = self.prefill(ids, blocks, [CHUNK] * 99)
-        return self.decode(logits, len(ids), blocks, n)
-
-    def decode(self, logits: Any, start: int, blocks: Sequence[int], n: int) -> list[int]:
-        tokens = [int(logits[0].argmax())]
-        for position in range(start, start + n - 1):
-            logits = self.step(Span(tokens[-1:], position, blocks, True))
-            tokens.append(int(logits[0].argmax()))
-        return tokens
-
-    def _between(self) -> None:
-        self.calls += 1
-
-
-def prompt(length: int, seed: int = 1) -> list[int]:
-    return [random.Random(f"{seed} {i}").randrange(VOCAB_SIZE) for i in range(length)]
 
 
 def load(folder: Path, **overrides: Any) -> TorchEngine:
@@ -141,34 +93,11 @@ def test_greedy_text_in_packed_mixes_equals_the_oracle(family: Path) -> None:
     lengths = (1, 2, 15, 16, 17, 33, 100, 300)
     prompts = [prompt(length, seed=length) for length in lengths]
     n = 20
-    texts = _serve(sequences, prompts, n, chunk=48)
+    texts = serve(sequences, prompts, n, chunk=48)
     for ids, text in zip(prompts, texts, strict=True):
         expected = greedy(oracle, ids, n)
         verdict = agree(expected.tokens, expected.margins, text)
         assert verdict.equal, (len(ids), verdict)
-
-
-def _serve(sequences: Sequences, prompts: list[list[int]], n: int, chunk: int) -> list[list[int]]:
-    ids = [list(tokens) for tokens in prompts]
-    tables = [sequences.blocks(len(tokens) + n) for tokens in prompts]
-    done = [0] * len(prompts)
-    shuffler = random.Random(3)
-    steps = 0
-    while any(len(ids[i]) < len(prompts[i]) + n for i in range(len(prompts))):
-        steps += 1
-        running = [i for i in range(min(steps, len(prompts))) if len(ids[i]) < len(prompts[i]) + n]
-        shuffler.shuffle(running)
-        spans = []
-        for i in running:
-            tokens = ids[i][done[i] :][:chunk]
-            spans.append(Span(tokens, done[i], tables[i], done[i] + len(tokens) == len(ids[i])))
-            done[i] += len(tokens)
-        logits = sequences.step(*spans)
-        wanted = [i for i, span in zip(running, spans, strict=True) if span.wants_logits]
-        assert logits.shape == (len(wanted), VOCAB_SIZE)
-        for row, i in zip(logits, wanted, strict=True):
-            ids[i].append(int(row.argmax()))
-    return [ids[i][len(prompts[i]) :] for i in range(len(prompts))]
 
 
 def test_kv_of_two_chunkings_is_the_same(sequences: Sequences) -> None:
@@ -305,7 +234,8 @@ def test_the_identity_names_what_changes_a_block(llama: Path, tmp_path: Path) ->
 
 def test_a_pass_says_how_far_its_blocks_reach(llama: Path) -> None:
     engine = load(llama)
-    prefault = engine._pool._prefault
+    assert engine._pool._host is not None
+    prefault = engine._pool._host._prefault
     assert prefault is not None and prefault.mapped == 0
     table = [2, 9, 5, 60]
     engine.forward(Batch((Span([3] * 20, 16, table, wants_logits=False),)), lambda: None)
@@ -316,7 +246,8 @@ def test_a_pass_says_how_far_its_blocks_reach(llama: Path) -> None:
 
 def test_room_for_the_longest_sequence_is_made_ahead(llama: Path) -> None:
     engine = load(llama, num_blocks=64, max_model_len=100)
-    prefault = engine._pool._prefault
+    assert engine._pool._host is not None
+    prefault = engine._pool._host._prefault
     assert prefault is not None and not prefault.mapped
     while engine.prepare():
         pass

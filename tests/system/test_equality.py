@@ -50,7 +50,7 @@ def real(
 ) -> Iterator[Served]:
     nodes = 1 if request.param == "apart" else 0
     log = tmp_path_factory.mktemp("real") / "log"
-    cluster = Served(smollm2, log, f"--prefill-nodes={nodes}")
+    cluster = Served(smollm2, log, f"--prefill-nodes={nodes}", "--dtype=float32")
     yield cluster
     assert cluster.stop() == 0, log.read_text()
 

@@ -82,7 +82,10 @@ def test_rope(rope: dict[str, Any], form: str, tmp_path: Path) -> None:
         ({"attention_bias": True}, "output bias"),
         ({"mlp_bias": True}, "MLP has biases"),
         ({"quantization_config": {"bits": 4}}, "quantised in a form of its own"),
-        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "rope type is longrope"),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+            "rope type is longrope",
+        ),
         ({"rope_parameters": {"full": {"rope_type": "default"}}}, "of several kinds"),
         ({"partial_rotary_factor": 0.5}, "a part of each head"),
         ({"head_dim": 24}, "head dimension 24 is no multiple of 32"),

@@ -26,6 +26,7 @@ from kvferry.kernels.native.packing import (
     pack_blocks,
     pack_floats,
     pack_int8,
+    pad,
     quantise_q8_0,
 )
 from kvferry.tests.rigs.models.native import isas, library
@@ -138,7 +139,9 @@ def test_sums(count: int) -> None:
 
 
 def test_gates() -> None:
-    x = np.concatenate([normal(64, seed=7, scale=4), np.float32([0, -0.0, 88, -88, 200, -200])])
+    x = np.concatenate(
+        [normal(64, seed=7, scale=4), np.array([0, -0.0, 88, -88, 200, -200], np.float32)]
+    )
     x = np.pad(x, (0, -len(x) % LANES)).astype(np.float32)
     up = normal(len(x), seed=8)
 
@@ -183,12 +186,12 @@ def packed(weights: Array, format: str) -> tuple[Array, Array]:
         return pack_floats(weights, format), rounded.astype(np.uint32).view(np.float32)
     grouped = weights.reshape(rows, -1, GROUPS[format]).astype(np.float64)
     if format == "int8":
-        scale = np.float32(np.abs(grouped).max(axis=2) / 127)[..., None]
+        scale = (np.abs(grouped).max(axis=2) / 127).astype(np.float32)[..., None]
         return pack_int8(weights), (np.rint(grouped / scale) * scale).reshape(rows, columns)
     draw = np.random.default_rng(11)
     if format == "q8_0":
         blocks = quantise_q8_0(weights).reshape(rows, -1, 34)
-        blocks[..., 2:][draw.random(blocks[..., 2:].shape) < 0.05] = 0x80  # -128, which GGUF may have
+        blocks[..., 2:][draw.random(blocks[..., 2:].shape) < 0.05] = 0x80  # -128: GGUF may have it
         scale = blocks[..., :2].copy().view(np.float16).astype(np.float64)
         values = blocks[..., 2:].view(np.int8) * scale
     else:
@@ -199,10 +202,8 @@ def packed(weights: Array, format: str) -> tuple[Array, Array]:
         halves = [blocks[..., heads:] & 15, blocks[..., heads:] >> 4]
         values = np.concatenate(halves, axis=2).astype(np.float64)
         wide = numbers.astype(np.float64)
-        if format == "q4_1":
-            values = values * wide[..., :1] + wide[..., 1:]
-        else:
-            values = (values - 8) * wide
+        least = wide[..., 1:] if format == "q4_1" else -8 * wide
+        values = values * wide[..., :1] + least
     return pack_blocks(blocks.reshape(rows, -1), format), values.reshape(rows, columns)
 
 
@@ -266,7 +267,7 @@ def test_single_rows_of_weights(format: str) -> None:
 def test_the_largest_bytes_do_not_overflow(value: int) -> None:
     """Two products of 16 bits would: that is what `maddubs` saturates at."""
     blocks = np.zeros((64, 2, 34), np.uint8)
-    blocks[..., :2] = np.float16([1]).view(np.uint8)
+    blocks[..., :2] = np.array([1], np.float16).view(np.uint8)
     blocks[..., 2:] = np.int8(value).view(np.uint8)
     data = pack_blocks(blocks.reshape(64, -1), "q8_0")
     matrix = matrix_of(data, "q8_0", 64, 64)
@@ -327,7 +328,7 @@ def attend(isa: str, pool: Pool, query: Array, start: int, segments: int) -> Arr
         pool.block_size, KV_TYPES.index(pool.kv_type), at(scratch),
     )  # fmt: skip
     parts = []
-    width = -(-(-(-end // segments)) // TILE_KEYS) * TILE_KEYS
+    width = pad(-(-end // segments), TILE_KEYS)
     for first in range(0, end, width):
         largest, weight = np.zeros(rows, np.float32), np.zeros(rows, np.float32)
         values = np.zeros((rows, head_dim), np.float32)

@@ -142,6 +142,8 @@ TOLD = {
     "kv-cache-memory-bytes": "1MiB",
     "block-size": "32",
     "dtype": "float32",
+    "quantization": "int8",
+    "kv-cache-dtype": "bfloat16",
     "transfer": "inline",
     "store-ram": "2MiB",
     "store-disk": "3MiB",
