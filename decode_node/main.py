@@ -20,6 +20,7 @@ def run(argv: Sequence[str]) -> int:
 
 def _parts() -> Parts[DecodeConfig, Engine]:
     from kvferry.decode_node.node import DecodeLimits, DecodeNode
+    from kvferry.kernels.engines.native import Borrowing
     from kvferry.kernels.errors import ModelError
     from kvferry.kernels.load import LoadOptions, load_engine
 
@@ -40,6 +41,9 @@ def _parts() -> Parts[DecodeConfig, Engine]:
             limits,
             debug=around.debug,
             store=around.store,
+            busy=around.busy,
         )
 
-    return Parts(load_engine, LoadOptions, ModelError, node, lambda config: config.max_num_seqs)
+    return Parts(
+        load_engine, LoadOptions, Borrowing, ModelError, node, lambda config: config.max_num_seqs
+    )

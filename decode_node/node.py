@@ -71,6 +71,7 @@ class DecodeNode(ComputeNode[Sequence]):
         clock: Callable[[], float] = time.monotonic,
         debug: DebugSwitches | None = None,
         store: StoreClient | None = None,
+        busy: Callable[[bool], None] | None = None,
     ) -> None:
         spec = engine.spec
         pool = BlockPool(spec.num_blocks)
@@ -90,6 +91,7 @@ class DecodeNode(ComputeNode[Sequence]):
             load_patience_s=limits.load_patience_s,
             clock=clock,
             debug=debug,
+            busy=busy,
         )
         self.receiver = Receiver(
             lambda address: self.debug.watched(connect(address)),
@@ -243,6 +245,7 @@ class DecodeNode(ComputeNode[Sequence]):
             return
         tokens = sum(one.end - one.start for one in plan.slices)
         self._announcer.step_notice(self._step_clock.predict(tokens))
+        self.computing(True)
         produced = self._stepper.run(plan)
         took = self._clock() - now
         self._step_clock.observe(tokens, took)

@@ -16,6 +16,7 @@ from kvferry.kernels.engine import Engine
 from kvferry.kernels.engines.native import (
     GGUF_WEIGHTS,
     KV_BYTES,
+    Borrowing,
     NativeEngine,
     NativeModel,
     NativeOptions,
@@ -45,6 +46,7 @@ class LoadOptions:
     max_model_len : longest sequence in tokens; None: the model's own limit.
     threads : that compute; None: one a core.
     isa : `auto` or the instruction set that is forced.
+    borrowing : which cores the native engine computes on, and when; None: on any.
     """
 
     dtype: str
@@ -56,6 +58,7 @@ class LoadOptions:
     max_model_len: int | None
     threads: int | None
     isa: str = "auto"
+    borrowing: Borrowing | None = None
 
 
 def load_engine(folder: Path, options: LoadOptions, *, cache_dir: Path, digest: str) -> Engine:
@@ -113,6 +116,7 @@ def _load_native(folder: Path, options: LoadOptions, cache_dir: Path, digest: st
         block_size=options.block_size,
         threads=options.threads or len(os.sched_getaffinity(0)),
         isa=None if options.isa == "auto" else options.isa,
+        borrowing=options.borrowing,
     )
     model = NativeModel(
         folder,
@@ -124,11 +128,11 @@ def _load_native(folder: Path, options: LoadOptions, cache_dir: Path, digest: st
     blocks = _blocks(options, model.block_bytes, model.architecture.max_model_len)
     engine = NativeEngine(model, blocks)
     log.info(
-        "the native engine serves this model: weights %s, KV %s, %s, %d threads",
+        "the native engine serves this model: weights %s, KV %s, %s, up to %d threads",
         weights,
         native.kv_dtype,
         model.isa,
-        native.threads,
+        native.max_threads,
     )
     return engine
 

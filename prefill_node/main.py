@@ -19,6 +19,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _parts() -> Parts[PrefillConfig, Engine]:
+    from kvferry.kernels.engines.native import Borrowing
     from kvferry.kernels.errors import ModelError
     from kvferry.kernels.load import LoadOptions, load_engine
     from kvferry.prefill_node.node import PrefillNode
@@ -32,7 +33,8 @@ def _parts() -> Parts[PrefillConfig, Engine]:
             reuse=config.enable_prefix_caching,
             debug=around.debug,
             store=around.store,
+            busy=around.busy,
             load_patience_s=config.load_patience,
         )
 
-    return Parts(load_engine, LoadOptions, ModelError, node)
+    return Parts(load_engine, LoadOptions, Borrowing, ModelError, node)

@@ -62,6 +62,7 @@ class PrefillNode(ComputeNode[Job]):
         debug: DebugSwitches | None = None,
         store: StoreClient | None = None,
         load_patience_s: float = LEAST_PATIENCE_S,
+        busy: Callable[[bool], None] | None = None,
     ) -> None:
         spec = engine.spec
         pool = BlockPool(spec.num_blocks)
@@ -78,6 +79,7 @@ class PrefillNode(ComputeNode[Job]):
             load_patience_s=load_patience_s,
             clock=clock,
             debug=debug,
+            busy=busy,
         )
         self.offers = Offers(
             engine, server, self.scheduler, clock, self.counters, max_queued=max_queued
@@ -149,6 +151,7 @@ class PrefillNode(ComputeNode[Job]):
             spans.append(Span(job.tokens[start:end], start, job.blocks, wants_logits=False))
         batch = Batch(tuple(spans))
         self._announcer.step_notice(self._step_clock.predict(batch.num_tokens))
+        self.computing(True)
         try:
             self._engine.forward(batch, self._between_layers)
         except _Abandoned:

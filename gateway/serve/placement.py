@@ -49,6 +49,8 @@ class Place:
 
     cores: frozenset[int]
     nice: int = 0
+    borrowed: frozenset[int] = frozenset()
+    """Where it computes while no other node does; its own cores may be among `cores`."""
 
     @property
     def threads(self) -> int:
@@ -68,10 +70,12 @@ def place(config: ServeConfig, available: frozenset[int]) -> Placement:
 
     The decode node gets the first half of the cores at normal priority, one thread a core. The
     prefill node may use every core, but at the lowest priority and with threads that block, so the
-    operating system lends it what decoding leaves idle and decoding does not notice. The gateway
-    keeps off the decode node's cores. A decode node that is alone gets every core. Several decode
-    nodes share out that half, or as many cores as they are if that is more; with fewer cores than
-    nodes each may use all. Several prefill nodes share theirs, and the system divides them.
+    operating system lends it what decoding leaves idle and decoding does not notice. An engine that
+    can do it computes on the first half of the cores in the decode node and on the others in the
+    prefill node, and on all of them while the other node does not, unless cores were asked for. The
+    gateway keeps off the decode node's cores. A decode node that is alone gets every core. Several
+    decode nodes share out that half, or as many cores as they are if that is more; with fewer cores
+    than nodes each may use all. Several prefill nodes share theirs, and the system divides them.
     """
     everywhere = frozenset(available)
     if _prefill_nodes(config, len(everywhere)) == 0:
@@ -86,8 +90,12 @@ def place(config: ServeConfig, available: frozenset[int]) -> Placement:
     half = frozenset(sorted(everywhere)[:count])
     decode = parse_cores(config.decode_cores) if config.decode_cores else half
     prefill = parse_cores(config.prefill_cores) if config.prefill_cores else everywhere
+    others = frozenset() if config.decode_cores else everywhere - decode
+    lent = frozenset() if config.prefill_cores else decode & prefill
     return Placement(
-        Place(decode), Place(prefill, nice=19), Place((everywhere - decode) or everywhere)
+        Place(decode, borrowed=others),
+        Place(prefill, nice=19, borrowed=lent if lent < prefill else frozenset()),
+        Place((everywhere - decode) or everywhere),
     )
 
 
@@ -102,7 +110,8 @@ def shares(place: Place, count: int) -> list[Place]:
     cores = sorted(place.cores)
     if count == 1 or len(cores) < count:
         return [place] * count
-    return [Place(frozenset(cores[number::count]), place.nice) for number in range(count)]
+    parts = [frozenset(cores[number::count]) for number in range(count)]
+    return [replace(place, cores=part) for part in parts]
 
 
 # -- command lines ---------------------------------------------------------------------------------
@@ -148,7 +157,14 @@ def _nodes(
     """The nodes of one kind; several are numbered."""
     names = [role] if len(places) == 1 else [f"{role}-{number}" for number in range(len(places))]
     configs = [
-        replace(config, name=name, cores=format_cores(at.cores), threads=at.threads, nice=at.nice)
+        replace(
+            config,
+            name=name,
+            cores=format_cores(at.cores),
+            threads=at.threads,
+            nice=at.nice,
+            borrow_cores=format_cores(at.borrowed) or None,
+        )
         for name, at in zip(names, places, strict=True)
     ]
     return [_spec(name, node, environ) for name, node in zip(names, configs, strict=True)]

@@ -33,6 +33,7 @@ from kvferry.gateway.serve.placement import (
 )
 from kvferry.gateway.serve.restarts import CONFIG_ERROR, ReportReader, Restarts, RoleReport
 from kvferry.kvstore.errors import ConfigError
+from kvferry.kvstore.process.busy import BusyBoard, make_board
 from kvferry.kvstore.process.cores import available_cores
 from kvferry.kvstore.process.lifecycle import StopSignal, die_with_parent
 from kvferry.kvstore.process.listener import bind, url
@@ -175,6 +176,8 @@ class Supervisor:
         self._gateway = _Role(gateway)
         self._nodes = [_Role(spec) for spec in nodes]
         self._stores = [_Role(store)] if store is not None else []
+        self._board_fd = make_board(len(self._nodes))
+        self._board = BusyBoard(self._board_fd)
         self._roles = [*self._stores, *self._nodes, self._gateway]
         self._listener = listener
         self._shutdown_timeout = shutdown_timeout
@@ -232,7 +235,10 @@ class Supervisor:
             role.start([f"--fd={fd}", *at], [fd])
         elif role in self._nodes:
             at = [f"--store={store.address}" for store in self._stores]
-            role.start([f"--listen={role.address}", *at], [])
+            line = self._nodes.index(role)
+            self._board.set(line, False)  # whoever had it before may have died computing
+            board = [f"--busy-fd={self._board_fd}", f"--busy-line={line}"]
+            role.start([f"--listen={role.address}", *board, *at], [self._board_fd])
         else:
             role.start([f"--listen={role.address}"], [])
         self._selector.register(role.pipe, selectors.EVENT_READ, partial(self._hear, role))
@@ -274,6 +280,8 @@ class Supervisor:
         name, now = role.title, time.monotonic()
         if self._ending is not None:
             return
+        if role in self._nodes:
+            self._board.set(self._nodes.index(role), False)
         delay = role.restarts.ended(status, now)
         manner = role.error if role.error else _manner(status)
         if delay is not None:

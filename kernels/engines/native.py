@@ -6,6 +6,7 @@ transformers, and knows nothing of what its blocks mean to anyone.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,23 @@ KV_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
+class Borrowing:
+    """Cores that are an engine's own, and others that it uses while no other process computes.
+
+    Parameters
+    ----------
+    busy : `lines` lines of 64 bytes, one for each such process: its first four bytes are not 0
+        while it computes. `line` is the one of this process.
+    """
+
+    own: tuple[int, ...]
+    borrowed: tuple[int, ...]
+    busy: memoryview
+    lines: int
+    line: int
+
+
+@dataclass(frozen=True, slots=True)
 class NativeOptions:
     """How a model is computed with.
 
@@ -39,6 +57,7 @@ class NativeOptions:
     weights : `float32`, `bfloat16`, `int8` or `gguf`.
     kv_dtype : one of `KV_BYTES`.
     isa : the instruction set that is forced; None: the fastest of this CPU.
+    borrowing : where threads run, in whose place `threads` is; None: anywhere.
     """
 
     weights: str
@@ -46,6 +65,13 @@ class NativeOptions:
     block_size: int
     threads: int
     isa: str | None = None
+    borrowing: Borrowing | None = None
+
+    @property
+    def max_threads(self) -> int:
+        """With those on borrowed cores."""
+        at = self.borrowing
+        return self.threads if at is None else len(at.own) + len(at.borrowed)
 
 
 class NativeModel:
@@ -104,7 +130,7 @@ class NativeEngine:
         longest = -(-found.max_model_len // options.block_size)
         self._pool = HostPool(num_blocks, model.block_bytes, longest)
         self._kept = _Kept(found, model.weights, options)
-        self._handle = c.Handle(model.library, self._kept.model, model.isa, options.threads)
+        self._handle = c.Handle(model.library, self._kept.model, model.isa, self._kept.place)
         self._between_layers: Callable[[], None] = _nothing
         self._raised: BaseException | None = None
         self._callback = c.BetweenLayers(self._between)
@@ -195,6 +221,7 @@ class _Kept:
         self._layers = (c.Layer * found.layers)()
         for number, layer in enumerate(self._layers):
             self._fill(layer, f"{number}.")
+        self.place = self._place(options)
         groups = {GROUPS[it.format] for it in weights.tensors.values() if it.format in GROUPS}
         assert len(groups) <= 1, "one pass quantises its activations in one way"
         tensors = weights.tensors
@@ -222,6 +249,22 @@ class _Kept:
             layer=self._layers,
             embedding=_matrix(embedding),
             head=_matrix(head),
+        )
+
+    def _place(self, options: NativeOptions) -> c.Place:
+        at = options.borrowing
+        if at is None:
+            return c.Place(options.threads, options.threads, None, None, 0, 0)
+        os.sched_setaffinity(0, at.own)  # of this thread, which is the first of those that compute
+        self._cores = np.array([*at.own, *at.borrowed], np.int32)
+        self._busy = np.frombuffer(at.busy, np.uint8)
+        return c.Place(
+            len(self._cores),
+            len(at.own),
+            self._cores.ctypes.data,
+            self._busy.ctypes.data,
+            at.lines,
+            at.line,
         )
 
     def _fill(self, layer: c.Layer, prefix: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from kvferry.kernels.errors import NotNative
 
-INTERFACE = 1
+INTERFACE = 2
 LANES = 16
 PANELS = 4
 """Panels of 16 rows come in multiples of so many."""
@@ -72,6 +72,17 @@ class Span(Structure):
         ("start", c_int32),
         ("tokens", c_int32),
         ("wants_logits", c_int32),
+    )
+
+
+class Place(Structure):
+    _fields_ = (
+        ("threads", c_int32),
+        ("own", c_int32),
+        ("cores", c_void_p),
+        ("busy", c_void_p),
+        ("lines", c_int32),
+        ("line", c_int32),
     )
 
 
@@ -163,7 +174,7 @@ class Library:
         functions.kvferry_isa.restype = c_char_p
         functions.kvferry_isa.argtypes = (c_char_p,)
         functions.kvferry_open.restype = c_void_p
-        functions.kvferry_open.argtypes = (POINTER(Model), c_char_p, c_int)
+        functions.kvferry_open.argtypes = (POINTER(Model), c_char_p, POINTER(Place))
         functions.kvferry_close.argtypes = (c_void_p,)
         functions.kvferry_forward.argtypes = (
             *(c_void_p, c_void_p, c_void_p, POINTER(Span), c_int, BetweenLayers, c_void_p),
@@ -180,13 +191,15 @@ class Library:
 
 
 class Handle:
-    """An open engine of the library; `close` it, and keep alive what `model` points to."""
+    """An open engine of the library; `close` it, and keep alive what its arguments point to."""
 
-    def __init__(self, library: Library, model: Model, isa: str, threads: int) -> None:
+    def __init__(self, library: Library, model: Model, isa: str, place: Place) -> None:
         self._functions = library.functions
-        self._engine = self._functions.kvferry_open(ctypes.byref(model), isa.encode(), threads)
+        self._engine = self._functions.kvferry_open(
+            ctypes.byref(model), isa.encode(), ctypes.byref(place)
+        )
         if not self._engine:
-            raise MemoryError(f"no memory for a native engine of {threads} threads")
+            raise MemoryError(f"no memory for a native engine of {place.threads} threads")
 
     def forward(
         self,

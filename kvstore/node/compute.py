@@ -109,8 +109,11 @@ class ComputeNode(NodeLoop, Generic[Owner]):
         load_patience_s: float,
         clock: Callable[[], float],
         debug: DebugSwitches | None,
+        busy: Callable[[bool], None] | None,
     ) -> None:
         super().__init__(server, clock, debug, pool)
+        self._busy = busy
+        self._computing = False
         self.pool = pool
         self.connector: Connector[Owner] = Connector(
             store,
@@ -158,8 +161,15 @@ class ComputeNode(NodeLoop, Generic[Owner]):
         room_appeared = self.pool.releases != self._releases_seen
         if self.can_compute or (self._queue.waiting and room_appeared):
             return 0
+        self.computing(False)
         prepared = self.idle and not memory_is_short() and self._engine.prepare()
         return 0 if prepared else IDLE_POLL_MS
+
+    def computing(self, busy: bool) -> None:
+        """Tells the other nodes of this host, who borrow its cores while it does not compute."""
+        if self._busy is not None and busy != self._computing:
+            self._computing = busy
+            self._busy(busy)
 
     def sockets(self) -> Iterable[zmq.Socket[bytes] | int]:
         return self.connector.sockets

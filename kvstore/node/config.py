@@ -39,6 +39,11 @@ class NodeConfig(ModelRoleConfig, ServerRoleConfig):
     )
     device: str = flag("auto", "cpu or cuda; auto: cuda if there is one", own=True)
     threads: int | None = flag(None, "compute threads [one a core]", own=True)
+    borrow_cores: str | None = flag(
+        None, "cores to compute on while no other node does", hidden=True, own=True
+    )
+    busy_fd: int | None = flag(None, "board of the nodes that compute", hidden=True, own=True)
+    busy_line: int = flag(0, "this node's line of that board", hidden=True, own=True)
     spin: bool = flag(False, "idle threads spin instead of blocking", own=True)
     store: str | None = flag(
         None, "the store of this host, tcp://HOST:PORT", metavar="ADDRESS", own=True

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
 
 from kvferry.kvstore.client.client import StoreClient, await_store, store_client
@@ -19,7 +20,9 @@ from kvferry.kvstore.node.boot import Computes, boot
 from kvferry.kvstore.node.compute import ComputeNode
 from kvferry.kvstore.node.config import NodeConfig
 from kvferry.kvstore.node.debug import DebugSwitches
+from kvferry.kvstore.process.busy import BusyBoard
 from kvferry.kvstore.process.collector import Collector
+from kvferry.kvstore.process.cores import available_cores, cores_in
 from kvferry.kvstore.process.model_files import content_digest
 from kvferry.kvstore.process.settings import parse
 from kvferry.kvstore.wire.client import Client
@@ -46,6 +49,8 @@ class Surroundings:
     """Links to another node."""
     store: StoreClient | None
     debug: DebugSwitches
+    busy: Callable[[bool], None] | None
+    """Tells the other nodes of this host whether it computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,8 @@ class Parts(Generic[Config, Engine]):
     """`kernels.load.load_engine`."""
     options: Callable[..., object]
     """`kernels.load.LoadOptions`."""
+    borrowing: Callable[..., object]
+    """`kernels.engines.native.Borrowing`."""
     refusal: type[Exception]
     """What `load` raises of a model that cannot be served."""
     node: Callable[[Engine, Config, Surroundings], ComputeNode[Any]]
@@ -80,6 +87,7 @@ def run_node(
     config = parse(kind, argv, os.environ, prog=f"kvferry {role}", description=description)
     with boot(role, config) as booted:
         parts = imports()  # only now: OpenMP reads the environment that boot has set
+        board = BusyBoard(config.busy_fd) if config.busy_fd is not None else None
         try:
             engine = parts.load(
                 booted.files.folder,
@@ -93,6 +101,7 @@ def run_node(
                     max_model_len=config.max_model_len,
                     threads=config.threads,
                     isa=config.isa,
+                    borrowing=_borrowing(config, board, parts),
                 ),
                 cache_dir=config.cache_dir,
                 digest=content_digest(booted.files.folder, config.cache_dir),
@@ -104,7 +113,8 @@ def run_node(
         await_store(store, config.store)
         booted.open(engine.spec, parts.max_num_seqs(config))
         debug = DebugSwitches(config.enable_debug, config.enable_test_hooks)
-        around = Surroundings(booted.server, connect, store, debug)
+        busy = partial(board.set, config.busy_line) if board is not None else None
+        around = Surroundings(booted.server, connect, store, debug, busy)
         with closing(parts.node(engine, config, around)) as node:
             node.run(
                 booted.stop.fileno(),
@@ -113,3 +123,18 @@ def run_node(
                 collector=Collector(),
             )
     return 0
+
+
+def _borrowing(
+    config: NodeConfig, board: BusyBoard | None, parts: Parts[Any, Any]
+) -> object | None:
+    """The cores that are this node's own, and those that are it only while no other computes."""
+    if board is None or config.borrow_cores is None:
+        return None
+    borrowed = cores_in(config.borrow_cores)
+    own = (cores_in(config.cores) if config.cores else available_cores()) - borrowed
+    if not own:
+        return None
+    return parts.borrowing(
+        tuple(sorted(own)), tuple(sorted(borrowed)), board.memory, board.lines, config.busy_line
+    )

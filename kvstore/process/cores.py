@@ -28,10 +28,7 @@ def parse_cores(text: str) -> frozenset[int]:
     ConfigError
         Not such a list, or it names a core this process may not use.
     """
-    try:
-        cores = frozenset(core for part in text.split(",") for core in _core_range(part))
-    except ValueError:
-        raise ConfigError(f"cores {text!r}: write them as 0, as 0,2 or as 0-3") from None
+    cores = cores_in(text)
     missing = cores - available_cores()
     if missing or not cores:
         raise ConfigError(
@@ -39,6 +36,15 @@ def parse_cores(text: str) -> frozenset[int]:
             f"only {format_cores(available_cores())!r}"
         )
     return cores
+
+
+def cores_in(text: str) -> frozenset[int]:
+    """The cores that a list names, whether or not this process may use them; ConfigError if it is
+    none."""
+    try:
+        return frozenset(core for part in text.split(",") for core in _core_range(part))
+    except ValueError:
+        raise ConfigError(f"cores {text!r}: write them as 0, as 0,2 or as 0-3") from None
 
 
 def format_cores(cores: Collection[int]) -> str:

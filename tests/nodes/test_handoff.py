@@ -389,3 +389,16 @@ def test_the_negative_control_fails(cluster: Cluster) -> None:
     cluster.engine.write(block, bytes(payload))
     cluster.decode.pool.release([block])
     assert cluster.ask(prompt).ids() != honest.ids()
+
+
+def test_nodes_say_while_they_compute(cluster: Cluster) -> None:
+    said: dict[str, list[bool]] = {"decode": [], "prefill": []}
+    cluster.decode._busy = said["decode"].append
+    for node in cluster.prefill:
+        node._busy = said["prefill"].append
+    cluster.ask(prompt_of(700))
+    for one in (cluster.decode, *cluster.prefill):
+        cluster.until(lambda one=one: one.sleep_ms() > 0)  # type: ignore[misc]
+    assert said["decode"][0] and not said["decode"][-1]
+    apart = [True, False] if cluster.prefill else []
+    assert said["prefill"] == apart

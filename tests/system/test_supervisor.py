@@ -6,6 +6,7 @@ The supervisor runs in a process of its own: its signals, its death and its chil
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import subprocess
@@ -70,7 +71,8 @@ class Cluster:
     def starts(self, role: str) -> list[tuple[int, str]]:
         """The pid and the rest of the command line of every start of a role so far."""
         lines = [line.split(" ", 2) for line in self._diary.read_text().splitlines()]
-        return [(int(pid), rest) for name, pid, rest in lines if name == role]
+        found = [(int(pid), rest) for name, pid, rest in lines if name == role]
+        return [(pid, re.sub(r" --busy-\S+", "", rest)) for pid, rest in found]
 
     def pid(self, role: str) -> int:
         return self.starts(role)[-1][0]

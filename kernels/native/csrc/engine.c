@@ -606,7 +606,7 @@ void kvferry_close(Engine *e)
     free(e);
 }
 
-Engine *kvferry_open(const Model *model, const char *isa, int threads)
+Engine *kvferry_open(const Model *model, const char *isa, const Place *place)
 {
     const Kernels *kernels = kernels_called(isa);
     Engine *e = calloc(1, sizeof *e);
@@ -616,10 +616,10 @@ Engine *kvferry_open(const Model *model, const char *isa, int threads)
     }
     e->model = *model;
     e->kernels = kernels;
-    e->threads = threads_open(threads);
-    e->scratch = e->threads == NULL ? NULL : calloc(threads, sizeof *e->scratch);
+    e->threads = threads_open(place);
+    e->scratch = e->threads == NULL ? NULL : calloc(place->threads, sizeof *e->scratch);
     int ready = e->scratch != NULL;
-    for (int i = 0; ready && i < threads; i++)
+    for (int i = 0; ready && i < place->threads; i++)
         ready = reserve(&e->scratch[i], scratch_floats(model) * sizeof(float));
     if (!ready) {
         kvferry_close(e);

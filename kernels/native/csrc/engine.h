@@ -7,7 +7,7 @@
 
 #include "kernels.h"
 
-#define INTERFACE 1 // raised whenever anything here changes
+#define INTERFACE 2 // raised whenever anything here changes
 
 typedef struct {
     const float *attention_norm, *mlp_norm; // [hidden]
@@ -35,6 +35,18 @@ typedef struct {
     int32_t start, tokens, wants_logits;
 } Span;
 
+// Where an engine computes. Its first thread is the one that calls.
+typedef struct {
+    int32_t threads, own;  // threads in all, and those that always compute: the others do while
+                           // nobody else is busy
+    const int32_t *cores;  // of each thread; or null: anywhere
+    const volatile uint32_t *busy; // a line for each process that computes on this machine: not 0
+                                   // while it does
+    int32_t lines, line;   // how many there are, and which is its own
+} Place;
+
+#define BUSY_STRIDE 16 // words from one line to the next
+
 typedef struct Engine Engine;
 typedef int BetweenLayers(void);
 
@@ -43,8 +55,9 @@ enum { DONE, STOPPED, NO_MEMORY };
 int kvferry_interface(void);
 // The fastest table of kernels that this CPU has, or the one called `isa`; null if it has it not.
 const char *kvferry_isa(const char *isa);
-// `model` and all it points to must outlive the engine. Null if there is no memory, or no such isa.
-Engine *kvferry_open(const Model *model, const char *isa, int threads);
+// What `model` and `place` point to must outlive the engine. Null if there is no memory, or no such
+// isa.
+Engine *kvferry_open(const Model *model, const char *isa, const Place *place);
 void kvferry_close(Engine *);
 // One pass over all tokens, span by span. Writes one row of `vocabulary` logits for each span that
 // wants them. `between_layers` ends the pass if it returns anything but 0: STOPPED.

@@ -54,7 +54,7 @@ SPECIALISED void tile_of_bytes(int format, int rows, int panels, const uint8_t *
             UNROLL for (int p = 0; p < panels; p++) pairs[r][p] = pairs_none();
         }
         if (four_bits) {
-            UNROLL for (int k = 0; k < group / 8; k++) {
+            for (int k = 0; k < group / 8; k++) {
                 UNROLL for (int p = 0; p < panels; p++) {
                     Bytes both = bytes_load(first + p * panel + 4 * LANES * k);
                     Bytes low = bytes_low(both), high = bytes_high(both);
@@ -67,7 +67,7 @@ SPECIALISED void tile_of_bytes(int format, int rows, int panels, const uint8_t *
             UNROLL for (int r = 0; r < rows; r++)
                 UNROLL for (int p = 0; p < panels; p++) dots[r][p] = pairs_add(dots[r][p], pairs[r][p]);
         } else {
-            UNROLL for (int k = 0; k < group / 4; k++) {
+            for (int k = 0; k < group / 4; k++) {
                 Bytes loaded[TILE_PANELS];
                 UNROLL for (int p = 0; p < panels; p++) loaded[p] = bytes_load(first + p * panel + 4 * LANES * k);
                 UNROLL for (int r = 0; r < rows; r++) {

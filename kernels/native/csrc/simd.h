@@ -224,14 +224,14 @@ INLINE void v_store_f16(uint16_t *p, V x)
 }
 INLINE int32_t v_store_i8(int8_t *p, V x)
 {
-    int32_t whole[LANES], sum = 0;
-    _mm256_storeu_si256((__m256i *)whole, _mm256_cvtps_epi32(x.low));
-    _mm256_storeu_si256((__m256i *)(whole + 8), _mm256_cvtps_epi32(x.high));
-    for (int lane = 0; lane < LANES; lane++) {
-        p[lane] = (int8_t)whole[lane];
-        sum += whole[lane];
-    }
-    return sum;
+    __m256i both = _mm256_packs_epi32(_mm256_cvtps_epi32(x.low), _mm256_cvtps_epi32(x.high));
+    both = _mm256_permute4x64_epi64(both, 0xd8); // packing went lane by lane
+    __m256i pairs = _mm256_madd_epi16(both, _mm256_set1_epi16(1));
+    __m128i low = _mm256_castsi256_si128(both), high = _mm256_extracti128_si256(both, 1);
+    _mm_storeu_si128((__m128i *)p, _mm_packs_epi16(low, high));
+    __m128i four = _mm_add_epi32(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1));
+    __m128i two = _mm_add_epi32(four, _mm_unpackhi_epi64(four, four));
+    return _mm_cvtsi128_si32(_mm_add_epi32(two, _mm_shuffle_epi32(two, 1)));
 }
 INLINE I i_set(int32_t x) { return EACH(I, _mm256_set1_epi32(x), _mm256_set1_epi32(x)); }
 INLINE V v_from_i(I x) { return EACH(V, _mm256_cvtepi32_ps(x.low), _mm256_cvtepi32_ps(x.high)); }

@@ -7,28 +7,31 @@
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
-#include <stdint.h>
 #include <stdlib.h>
 #include <time.h>
 
 #define AWAKE_NS 100000 // how long a thread looks for the next call before it sleeps
 #define LOOKS 64        // between two looks at the clock, or at who else wants the core
 
+typedef struct {
+    Threads *threads;
+    int thread;
+    pthread_t handle;
+    pthread_cond_t wake;
+    _Atomic int asleep;
+} Worker;
+
 struct Threads {
     _Alignas(64) _Atomic uint64_t word; // number of the call (32) | tasks (16) | next task (16)
     _Alignas(64) _Atomic uint32_t ended;
     Task *task;
     void *context;
-    _Alignas(64) _Atomic int sleepers;
+    _Alignas(64) _Atomic int active; // threads that take tasks now
     _Atomic int closing;
+    Place place;
     pthread_mutex_t mutex;
-    pthread_cond_t wake;
-    int count, started;
-    struct Worker {
-        Threads *threads;
-        int thread;
-        pthread_t handle;
-    } workers[];
+    int started;
+    Worker workers[]; // one for each thread; the first is the caller's, and unused
 };
 
 static int tasks_of(uint64_t word) { return word >> 16 & 0xffff; }
@@ -50,10 +53,16 @@ static int64_t now_ns(void)
     return (int64_t)time.tv_sec * 1000000000 + time.tv_nsec;
 }
 
+static int has_work(Threads *t, int thread)
+{
+    uint64_t word = atomic_load(&t->word);
+    return (next_of(word) < tasks_of(word) && thread < atomic_load(&t->active)) || atomic_load(&t->closing);
+}
+
 static void work(Threads *t, int thread)
 {
     uint64_t word = atomic_load(&t->word);
-    while (next_of(word) < tasks_of(word)) {
+    while (next_of(word) < tasks_of(word) && thread < atomic_load(&t->active)) {
         // Taken means that this call has not ended, so its task and context are still there.
         if (!atomic_compare_exchange_weak(&t->word, &word, word + 1))
             continue;
@@ -63,61 +72,74 @@ static void work(Threads *t, int thread)
     }
 }
 
-static int has_work(Threads *t)
+static void wait_for_work(Worker *worker)
 {
-    uint64_t word = atomic_load(&t->word);
-    return next_of(word) < tasks_of(word) || atomic_load(&t->closing);
-}
-
-static void wait_for_work(Threads *t)
-{
+    Threads *t = worker->threads;
     int64_t until = now_ns() + AWAKE_NS;
     do {
         for (int look = 0; look < LOOKS; look++) {
-            if (has_work(t))
+            if (has_work(t, worker->thread))
                 return;
             relax();
         }
     } while (now_ns() < until);
     pthread_mutex_lock(&t->mutex);
-    atomic_fetch_add(&t->sleepers, 1);
-    while (!has_work(t)) // a caller writes the word first and then looks for sleepers
-        pthread_cond_wait(&t->wake, &t->mutex);
-    atomic_fetch_sub(&t->sleepers, 1);
+    atomic_store(&worker->asleep, 1);
+    while (!has_work(t, worker->thread)) // a caller writes the word first and then looks who sleeps
+        pthread_cond_wait(&worker->wake, &t->mutex);
+    atomic_store(&worker->asleep, 0);
     pthread_mutex_unlock(&t->mutex);
+}
+
+static void pin(pthread_t handle, const Place *place, int thread)
+{
+#if defined(__linux__)
+    if (place->cores == NULL)
+        return;
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    CPU_SET(place->cores[thread], &set);
+    pthread_setaffinity_np(handle, sizeof set, &set); // where it is not allowed, it runs anywhere
+#else
+    (void)handle, (void)place, (void)thread;
+#endif
 }
 
 static void *worker_main(void *own)
 {
-    struct Worker *worker = own;
+    Worker *worker = own;
+    pin(worker->handle, &worker->threads->place, worker->thread);
     while (!atomic_load(&worker->threads->closing)) {
         work(worker->threads, worker->thread);
-        wait_for_work(worker->threads);
+        wait_for_work(worker);
     }
     return NULL;
 }
 
-static void wake_sleepers(Threads *t)
+static void wake(Threads *t, int threads)
 {
-    if (atomic_load(&t->sleepers) == 0)
-        return;
-    pthread_mutex_lock(&t->mutex);
-    pthread_cond_broadcast(&t->wake);
-    pthread_mutex_unlock(&t->mutex);
+    for (int i = 1; i < threads; i++) {
+        if (!atomic_load(&t->workers[i].asleep))
+            continue;
+        pthread_mutex_lock(&t->mutex);
+        pthread_cond_signal(&t->workers[i].wake);
+        pthread_mutex_unlock(&t->mutex);
+    }
 }
 
-Threads *threads_open(int count)
+Threads *threads_open(const Place *place)
 {
-    size_t size = sizeof(Threads) + count * sizeof(struct Worker);
+    size_t size = sizeof(Threads) + place->threads * sizeof(Worker);
     Threads *t = aligned_alloc(64, (size + 63) / 64 * 64);
     if (t == NULL)
         return NULL;
-    *t = (Threads){.count = count};
+    *t = (Threads){.place = *place};
     pthread_mutex_init(&t->mutex, NULL);
-    pthread_cond_init(&t->wake, NULL);
-    for (int i = 0; i < count - 1; i++) {
-        t->workers[i] = (struct Worker){.threads = t, .thread = i + 1};
-        if (pthread_create(&t->workers[i].handle, NULL, worker_main, &t->workers[i]) != 0) {
+    for (int i = 1; i < place->threads; i++) {
+        Worker *worker = &t->workers[i];
+        *worker = (Worker){.threads = t, .thread = i};
+        pthread_cond_init(&worker->wake, NULL);
+        if (pthread_create(&worker->handle, NULL, worker_main, worker) != 0) {
             threads_close(t);
             return NULL;
         }
@@ -131,22 +153,34 @@ void threads_close(Threads *t)
     if (t == NULL)
         return;
     atomic_store(&t->closing, 1);
-    wake_sleepers(t);
-    for (int i = 0; i < t->started; i++)
+    wake(t, t->started + 1);
+    for (int i = 1; i <= t->started; i++) {
         pthread_join(t->workers[i].handle, NULL);
+        pthread_cond_destroy(&t->workers[i].wake);
+    }
     pthread_mutex_destroy(&t->mutex);
-    pthread_cond_destroy(&t->wake);
     free(t);
 }
 
 int threads_count(const Threads *t)
 {
-    return t->count;
+    return t->place.threads;
+}
+
+// Whether somebody else computes, whose cores some of these threads are on.
+static int others_compute(const Place *place)
+{
+    for (int i = 0; i < place->lines; i++)
+        if (i != place->line && place->busy[i * BUSY_STRIDE] != 0)
+            return 1;
+    return 0;
 }
 
 void threads_run(Threads *t, Task *task, void *context, int tasks)
 {
-    if (t->count == 1 || tasks <= 1) {
+    const int all = t->place.threads, own = t->place.own;
+    const int active = own < all && !others_compute(&t->place) ? all : own;
+    if (active == 1 || tasks <= 1) {
         for (int i = 0; i < tasks; i++)
             task(context, i, 0);
         return;
@@ -154,9 +188,10 @@ void threads_run(Threads *t, Task *task, void *context, int tasks)
     t->task = task;
     t->context = context;
     atomic_store(&t->ended, 0);
+    atomic_store(&t->active, active);
     uint64_t call = (atomic_load(&t->word) >> 32) + 1;
     atomic_store(&t->word, call << 32 | (uint64_t)tasks << 16);
-    wake_sleepers(t);
+    wake(t, active);
     work(t, 0);
     for (int look = 1; atomic_load(&t->ended) != (uint32_t)tasks; look++) {
         if (look % (LOOKS * LOOKS) == 0)

@@ -2,15 +2,17 @@
 #ifndef KVFERRY_THREADS_H
 #define KVFERRY_THREADS_H
 
+#include "engine.h"
+
 // The most tasks of one call.
 #define MOST_TASKS 65535
 
 typedef struct Threads Threads;
 typedef void Task(void *context, int task, int thread);
 
-// `count` threads in all: the caller's and `count - 1` of its own. Null if there is no memory or
+// The threads of `place`, the caller's and as many more as it has. Null if there is no memory or
 // the system gives none.
-Threads *threads_open(int count);
+Threads *threads_open(const Place *place);
 void threads_close(Threads *);
 int threads_count(const Threads *);
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +15,10 @@ import numpy as np
 import pytest
 
 from kvferry.kernels.engine import Batch, Span
-from kvferry.kernels.engines.native import NativeEngine, NativeModel, NativeOptions
+from kvferry.kernels.engines.native import Borrowing, NativeEngine, NativeModel, NativeOptions
 from kvferry.kernels.errors import ModelError
+from kvferry.kvstore.process.busy import BusyBoard, make_board
+from kvferry.tests.rigs.gateway.rig import wait_until
 from kvferry.tests.rigs.models.native import compiled_into, isas
 from kvferry.tests.rigs.models.oracle import agree, greedy, load_oracle, logits_at
 from kvferry.tests.rigs.models.sequences import CHUNK, B, Sequences, prompt, serve
@@ -38,10 +42,11 @@ def load(
     kv_dtype: str = "float32",
     threads: int = 2,
     isa: str | None = None,
+    borrowing: Borrowing | None = None,
 ) -> NativeEngine:
     cache = folder / "cache"
     compiled_into(cache)
-    options = NativeOptions(weights, kv_dtype, B, threads, isa)
+    options = NativeOptions(weights, kv_dtype, B, threads, isa, borrowing)
     model = NativeModel(folder, options, max_model_len=None, cache_dir=cache, digest="d" * 32)
     return NativeEngine(model, 300)
 
@@ -273,3 +278,45 @@ assert engine.forward(Batch((Span([1], 0, [0], True),)), lambda: None).shape == 
 assert not {{"torch", "transformers"}} & sys.modules.keys()
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+# -- borrowed cores --------------------------------------------------------------------------------
+
+
+def on_cpu_ns(tid: int) -> int:
+    """How long a thread of this process has run."""
+    return int(Path(f"/proc/self/task/{tid}/schedstat").read_text().split()[0])
+
+
+def test_borrowed_cores_are_used_while_nobody_else_computes(llama: Path) -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    board = BusyBoard(make_board(3))
+    at = Borrowing((cores[0],), (cores[-1],), board.memory, board.lines, line=1)
+    before = {int(path.name) for path in Path("/proc/self/task").iterdir()}
+    try:
+        engine = load(llama, "int8", borrowing=at)
+        (worker,) = {int(path.name) for path in Path("/proc/self/task").iterdir()} - before
+        assert os.sched_getaffinity(0) == {cores[0]}
+    finally:
+        os.sched_setaffinity(0, cores)
+    sequences, ids = Sequences(engine), prompt(400)
+    blocks = sequences.blocks(400)
+    wait_until(lambda: os.sched_getaffinity(worker) == {cores[-1]})
+
+    def worked() -> tuple[bytes, int]:
+        """The logits of a pass, and how long the borrowed thread has run in it."""
+        time.sleep(0.01)  # it looks for work for a moment before it sleeps
+        began = on_cpu_ns(worker)
+        return sequences.prefill(ids, blocks, [400]).tobytes(), on_cpu_ns(worker) - began
+
+    board.set(1, True)  # its own line does not count
+    logits, alone = worked()
+    assert alone > 100_000
+    for other in (0, 2):
+        board.set(other, True)
+        again, beside = worked()
+        assert again == logits and beside == 0
+        board.set(other, False)
+        again, alone = worked()
+        assert again == logits and alone > 100_000
+    engine.close()

@@ -50,8 +50,10 @@ def read(config_class: type[Config], spec: RoleSpec) -> Config:
 
 def test_cores_by_default() -> None:
     two = place(ServeConfig(), frozenset({0, 1}))
-    assert two.decode == Place(frozenset({0})) and two.decode.threads == 1
-    assert two.prefill == Place(frozenset({0, 1}), nice=19) and two.prefill.threads == 2
+    first, second = frozenset({0}), frozenset({1})
+    assert two.decode == Place(first, borrowed=second) and two.decode.threads == 1
+    assert two.prefill == Place(first | second, nice=19, borrowed=first)
+    assert two.prefill.threads == 2
     assert two.gateway.cores == {1}
     eight = place(ServeConfig(), frozenset(range(8)))
     assert eight.decode.cores == {0, 1, 2, 3} and eight.gateway.cores == {4, 5, 6, 7}
@@ -70,6 +72,7 @@ def test_cores_as_told() -> None:
     placement = place(config, FOUR_CORES)
     assert placement.prefill is not None
     assert placement.decode.cores == placement.prefill.cores == {core}
+    assert not placement.decode.borrowed and not placement.prefill.borrowed
 
 
 @pytest.mark.D8
@@ -171,10 +174,16 @@ def test_each_role_reads_what_serve_was_told(capsys: pytest.CaptureFixture[str])
     folder = "/models/m"
     assert read(GatewayConfig, gateway) == replace(alone(GatewayConfig), model=folder)
     assert read(DecodeConfig, decode) == replace(
-        alone(DecodeConfig), model=folder, name="decode", cores="0-1", threads=2
+        alone(DecodeConfig), model=folder, name="decode", cores="0-1", threads=2, borrow_cores="2-3"
     )
     assert read(PrefillConfig, prefill) == replace(
-        alone(PrefillConfig), model=folder, name="prefill", cores="0-3", threads=4, nice=19
+        alone(PrefillConfig),
+        model=folder,
+        name="prefill",
+        cores="0-3",
+        threads=4,
+        nice=19,
+        borrow_cores="0-1",
     )
     assert read(StoreConfig, store) == replace(alone(StoreConfig), cores="2-3")
 
