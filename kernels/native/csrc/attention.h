@@ -93,7 +93,7 @@ SPECIALISED void score(int type, int count, const float *const *query, const Til
 {
     const int vectors = VECTORS(count);
     for (int first = 0; first < TILE_KEYS / SUB; first += vectors) {
-        V sums[4][TILE_KEYS / SUB];
+        V sums[MOST_ROWS][TILE_KEYS / SUB];
         UNROLL for (int r = 0; r < count; r++)
             UNROLL for (int v = 0; v < vectors; v++) sums[r][v] = v_set(0);
         for (int d = 0; d < dim; d++) {
@@ -139,64 +139,83 @@ SPECIALISED float weigh(float *scores, int keys, float *largest, float *weight)
 SPECIALISED void sum_values(int type, int count, int vectors, const Tile *tile, int keys, const float *weights,
                        const float *scales, int dim, int first, float *const *values)
 {
-    V sums[4][4];
+    V sums[MOST_ROWS][4];
     UNROLL for (int r = 0; r < count; r++)
         UNROLL for (int v = 0; v < vectors; v++)
             sums[r][v] = v_mul(v_load(values[r] + first + v * LANES), v_set(scales[r]));
-    for (int key = 0; key < keys; key++) {
-        const uint8_t *at = tile->values[key / SUB];
-        V loaded[4];
-        UNROLL for (int v = 0; v < vectors; v++)
-            loaded[v] = load_kv(type, at, (int64_t)(key % SUB) * dim + first + v * LANES);
-        UNROLL for (int r = 0; r < count; r++) {
-            V weight = v_set(weights[r * TILE_KEYS + key]);
-            UNROLL for (int v = 0; v < vectors; v++) sums[r][v] = v_fma(loaded[v], weight, sums[r][v]);
+    for (int sub = 0; sub * SUB < keys; sub++) {
+        const uint8_t *at = tile->values[sub] + first * kv_bytes(type);
+        const int count_here = keys - sub * SUB < SUB ? keys - sub * SUB : SUB;
+        for (int i = 0; i < count_here; i++, at += dim * kv_bytes(type), weights++) {
+            V loaded[4];
+            UNROLL for (int v = 0; v < vectors; v++) loaded[v] = load_kv(type, at, v * LANES);
+            UNROLL for (int r = 0; r < count; r++) {
+                V weight = v_set(weights[r * TILE_KEYS]);
+                UNROLL for (int v = 0; v < vectors; v++) sums[r][v] = v_fma(loaded[v], weight, sums[r][v]);
+            }
         }
     }
     UNROLL for (int r = 0; r < count; r++)
         UNROLL for (int v = 0; v < vectors; v++) v_store(values[r] + first + v * LANES, sums[r][v]);
 }
 
-SPECIALISED void attend_rows(int type, int count, const Attention *a, const Tile *tile, int row, int first, int last,
-                        Partial *out, float *scores)
+SPECIALISED void score_rows(int type, int count, const Attention *a, const Tile *tile, int row, float *scores)
 {
-    const float *query[4];
-    float *values[4], scales[4];
-    int most = 0;
-    UNROLL for (int r = 0; r < count; r++) {
+    const float *query[MOST_ROWS];
+    UNROLL for (int r = 0; r < count; r++)
         query[r] = a->query + (row + r) / a->heads * a->query_stride + (row + r) % a->heads * a->head_dim;
-        values[r] = out->values + (int64_t)(row + r) * a->head_dim;
-    }
-    score(type, count, query, tile, a->head_dim, scores);
-    UNROLL for (int r = 0; r < count; r++) {
-        int end = a->start + (row + r) / a->heads + 1;
-        int keys = (end < last ? end : last) - first;
-        keys = keys < 0 ? 0 : keys;
-        most = keys > most ? keys : most;
-        if (keys > 0) {
-            scales[r] = weigh(scores + r * TILE_KEYS, keys, out->largest + row + r, out->weight + row + r);
-        } else {
-            memset(scores + r * TILE_KEYS, 0, TILE_KEYS * sizeof *scores);
-            scales[r] = 1.0f;
-        }
-    }
-    int d = 0;
-    for (; d + VECTORS(count) * LANES <= a->head_dim; d += VECTORS(count) * LANES)
-        sum_values(type, count, VECTORS(count), tile, most, scores, scales, a->head_dim, d, values);
-    for (; d < a->head_dim; d += LANES)
-        sum_values(type, count, 1, tile, most, scores, scales, a->head_dim, d, values);
+    score(type, count, query, tile, a->head_dim, scores + row * TILE_KEYS);
 }
 
-SPECIALISED void attend_tile(int type, const Attention *a, const Tile *tile, int rows, int first, int last, Partial *out,
-                        float *scores)
+SPECIALISED void sum_rows(int type, int count, const Attention *a, const Tile *tile, int row, int keys,
+                          const float *scores, const float *scales, Partial *out)
+{
+    float *values[MOST_ROWS];
+    UNROLL for (int r = 0; r < count; r++) values[r] = out->values + (int64_t)(row + r) * a->head_dim;
+    const float *weights = scores + row * TILE_KEYS;
+    int d = 0;
+    for (; d + VECTORS(count) * LANES <= a->head_dim; d += VECTORS(count) * LANES)
+        sum_values(type, count, VECTORS(count), tile, keys, weights, scales + row, a->head_dim, d, values);
+    for (; d < a->head_dim; d += LANES)
+        sum_values(type, count, 1, tile, keys, weights, scales + row, a->head_dim, d, values);
+}
+
+// How many keys of [first, last) a row sees.
+INLINE int keys_of(const Attention *a, int row, int first, int last)
+{
+    int end = a->start + row / a->heads + 1;
+    int keys = (end < last ? end : last) - first;
+    return keys < 0 ? 0 : keys;
+}
+
+// All rows pass by the keys, and then by the values: each of them stays in the nearest cache.
+SPECIALISED void attend_tile(int type, const Attention *a, const Tile *tile, int rows, int first, int last,
+                             Partial *out, float *scores, float *scales)
 {
     int row = 0;
-    for (; row + 4 <= rows; row += 4)
-        attend_rows(type, 4, a, tile, row, first, last, out, scores);
+    for (; row + MOST_ROWS <= rows; row += MOST_ROWS)
+        score_rows(type, MOST_ROWS, a, tile, row, scores);
     for (; row + 2 <= rows; row += 2)
-        attend_rows(type, 2, a, tile, row, first, last, out, scores);
+        score_rows(type, 2, a, tile, row, scores);
     if (row < rows)
-        attend_rows(type, 1, a, tile, row, first, last, out, scores);
+        score_rows(type, 1, a, tile, row, scores);
+    for (row = 0; row < rows; row++) {
+        int keys = keys_of(a, row, first, last);
+        float *own = scores + row * TILE_KEYS;
+        if (keys > 0) {
+            scales[row] = weigh(own, keys, out->largest + row, out->weight + row);
+        } else {
+            memset(own, 0, TILE_KEYS * sizeof *own);
+            scales[row] = 1.0f;
+        }
+    }
+    // What is behind a row's last key has weight 0: rows together take the keys of the last of them.
+    for (row = 0; row + MOST_ROWS <= rows; row += MOST_ROWS)
+        sum_rows(type, MOST_ROWS, a, tile, row, keys_of(a, row + MOST_ROWS - 1, first, last), scores, scales, out);
+    for (; row + 2 <= rows; row += 2)
+        sum_rows(type, 2, a, tile, row, keys_of(a, row + 1, first, last), scores, scales, out);
+    if (row < rows)
+        sum_rows(type, 1, a, tile, row, keys_of(a, row, first, last), scores, scales, out);
 }
 
 INLINE void prefetch(const Attention *a, int type, int first, int last)
@@ -214,7 +233,7 @@ INLINE void prefetch(const Attention *a, int type, int first, int last)
 SPECIALISED void attend_of_type(int type, const Attention *a, int first, int last, Partial *out)
 {
     const int rows = a->tokens * a->heads, direct = rows <= DIRECT_ROWS && a->block_size >= SUB;
-    float *scores = a->scratch + 2 * TILE_KEYS * a->head_dim;
+    float *scores = a->scratch + 2 * TILE_KEYS * a->head_dim, *scales = scores + rows * TILE_KEYS;
     for (int r = 0; r < rows; r++) {
         out->largest[r] = -INFINITY;
         out->weight[r] = 0;
@@ -226,10 +245,10 @@ SPECIALISED void attend_of_type(int type, const Attention *a, int first, int las
         if (direct) {
             prefetch(a, type, tile_end, tile_end + TILE_KEYS < end ? tile_end + TILE_KEYS : end);
             Tile tile = tile_in_pool(a, type, key, tile_end);
-            attend_tile(type, a, &tile, rows, key, tile_end, out, scores);
+            attend_tile(type, a, &tile, rows, key, tile_end, out, scores, scales);
         } else {
             Tile tile = tile_in_scratch(a, type, key, tile_end);
-            attend_tile(KV_FLOAT32, a, &tile, rows, key, tile_end, out, scores);
+            attend_tile(KV_FLOAT32, a, &tile, rows, key, tile_end, out, scores, scales);
         }
     }
 }

@@ -38,6 +38,7 @@ INLINE uint32_t float_to_bits(float value)
 #define UNROLL _Pragma("GCC unroll 16")
 #define WEIGHT_OFFSET 128 // what `dot_u8` wants subtracted: 8-bit weights are unsigned to it
 #define VECTORS(rows) 4   // how many vectors times so many rows of sums fit into registers
+#define MOST_ROWS 4       // of one vector, or as many as VECTORS says
 
 typedef __m512 V;
 typedef __m512i I;
@@ -129,6 +130,7 @@ INLINE I pairs_add(I sum, Pairs pairs) { return _mm512_add_epi32(sum, pairs); }
 #define UNROLL _Pragma("GCC unroll 16")
 #define WEIGHT_OFFSET 0
 #define VECTORS(rows) ((rows) == 1 ? 4 : (rows) == 2 ? 2 : 1)
+#define MOST_ROWS 6
 
 typedef struct {
     __m256 low, high;
@@ -285,6 +287,7 @@ INLINE I pairs_add(I sum, Pairs pairs) { return EACH(I, add_pairs(sum.low, pairs
 #define UNROLL
 #define WEIGHT_OFFSET 128
 #define VECTORS(rows) 1
+#define MOST_ROWS 4
 
 typedef struct {
     float at[LANES];
