@@ -4,7 +4,7 @@ ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install
 
-.PHONY: serve test test-slow test-clients check acceptance bench bench-equality bench-gateway bench-streams soak lock clean
+.PHONY: serve test test-slow test-clients check acceptance bench bench-equality bench-gateway bench-peers bench-streams soak lock clean
 
 serve: .venv/ready
 	@$(BIN)/kvferry serve $(ARGS)
@@ -35,6 +35,9 @@ bench-equality: .venv/chats
 
 bench-gateway: .venv/chats
 	@$(BIN)/python -m kvferry.bench.gateway_turn $(ARGS)
+
+bench-peers: .venv/chats
+	@$(BIN)/python -m kvferry.bench.peers $(ARGS)
 
 bench-streams: .venv/ready
 	@$(BIN)/python -m kvferry.bench.streams $(ARGS)

@@ -102,6 +102,12 @@ class Server:
                 return float(host["bytes"] / host["blocks"])
         raise ServerFailed(f"the store has not written everything within {seconds:g} s")
 
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        """The supervisor of a server of our own."""
+        assert self._process is not None, "a server that somebody else runs"
+        return self._process
+
     def kill(self) -> None:
         """Every process at once, without a word."""
         assert self._process is not None, "a server that somebody else runs"

@@ -170,7 +170,7 @@ def long_arrival(cluster: Cluster, size: int, quiet_s: float, rounds: int) -> In
     for at in range(rounds):
         streams = [cluster.ask(SHORT_PROMPT, _ENDLESS) for _ in range(STREAMS)]
         newcomer = cluster.ask(size, _TTFT_TOKENS)
-        one = asyncio.run(_arrive(cluster.server, streams, newcomer, quiet_s))
+        one = asyncio.run(arrive(cluster.server.target, streams, newcomer, quiet_s))
         quiet += one.quiet
         busy += one.busy
         newcomers.append(one.newcomer.ttft)
@@ -183,17 +183,19 @@ def long_arrival(cluster: Cluster, size: int, quiet_s: float, rounds: int) -> In
 
 
 @dataclass(frozen=True, slots=True)
-class _Arrival:
+class Arrived:
+    """Gaps of the streams before and while a long prompt is computed, and its answer."""
+
     quiet: list[float]
     busy: list[float]
     newcomer: Answer
 
 
-async def _arrive(server: Server, asks: Sequence[Ask], newcomer: Ask, quiet_s: float) -> _Arrival:
+async def arrive(target: Target, asks: Sequence[Ask], newcomer: Ask, quiet_s: float) -> Arrived:
     """Streams run alone for a while, then the newcomer comes; they are cut when it has begun."""
     recordings = [Recording() for _ in asks]
     tasks = [
-        asyncio.create_task(stream(server.target, ask, recording))
+        asyncio.create_task(stream(target, ask, recording))
         for ask, recording in zip(asks, recordings, strict=True)
     ]
     try:
@@ -202,7 +204,7 @@ async def _arrive(server: Server, asks: Sequence[Ask], newcomer: Ask, quiet_s: f
             await asyncio.sleep(0.05)
         start = time.perf_counter()
         await asyncio.sleep(quiet_s)
-        late = await stream(server.target, newcomer)
+        late = await stream(target, newcomer)
         check_whole(newcomer, late)
         _check_running(tasks)
     finally:
@@ -211,7 +213,7 @@ async def _arrive(server: Server, asks: Sequence[Ask], newcomer: Ask, quiet_s: f
         await asyncio.gather(*tasks, return_exceptions=True)
     assert late.first is not None
     running = [one.read() for one in recordings]
-    return _Arrival(
+    return Arrived(
         [gap for one in running for gap in gaps_within(one, start, late.sent)],
         [gap for one in running for gap in gaps_touching(one, late.sent, late.first)],
         late,

@@ -69,7 +69,7 @@ def resolve_model(spec: str | None, cache_dir: Path, progress: Progress) -> Mode
         No such model, or files that are missing, broken or not to be had.
     """
     if spec is None:
-        return _converted(_default_gguf(), DEFAULT_NAME, cache_dir, progress)
+        return _converted(default_gguf(), DEFAULT_NAME, cache_dir, progress)
     path = Path(spec).expanduser()
     if path.is_dir():
         folder = path.resolve()
@@ -84,7 +84,8 @@ def resolve_model(spec: str | None, cache_dir: Path, progress: Progress) -> Mode
     raise ConfigError(f"model {spec!r}: no such folder, .gguf file or hub id (org/name)")
 
 
-def _default_gguf() -> Path:
+def default_gguf() -> Path:
+    """The default model's file; ConfigError if its wheel is not installed."""
     # Found, never imported: importing the wheel would load its own runtime.
     found = importlib.util.find_spec(DEFAULT_PACKAGE)
     folders = found.submodule_search_locations if found else None

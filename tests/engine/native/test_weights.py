@@ -19,7 +19,7 @@ from kvferry.kernels.native.architecture import Architecture, read_architecture
 from kvferry.kernels.native.library import FORMATS, Matrix
 from kvferry.kernels.native.sources import GgufSource, SafetensorsSource, shapes
 from kvferry.kernels.native.weights import Tensor, Weights, made_once, pack_weights
-from kvferry.kvstore.process.model_files import _default_gguf
+from kvferry.kvstore.process.model_files import default_gguf
 from kvferry.tests.rigs.models.native import compiled_into, isas, library
 from kvferry.tests.rigs.models.tiny import write_tiny_model
 
@@ -69,7 +69,7 @@ def test_every_weight_is_the_files_own(model: Path) -> None:
 
 
 def test_gguf_weights_are_the_files_own_but_for_the_order_of_ropes_pairs(smollm2: Path) -> None:
-    tensors = {it.name: it for it in GGUFReader(_default_gguf()).tensors}
+    tensors = {it.name: it for it in GGUFReader(default_gguf()).tensors}
     weights, found = Weights(smollm2 / GGUF_WEIGHTS), read_architecture(smollm2, None)
     wanted = shapes(found)
     assert weights.formats() == {"q8_0": 1, "q4_1": 210}
