@@ -224,7 +224,12 @@ class Comparison:
 
     def _warm_up(self) -> Callable[[Peer], None]:
         asks = [completion(self._ids(size), 8) for size in (64, 600)]
-        return lambda peer: [self._ask(peer, ask) for ask in asks] and None
+
+        def run(peer: Peer) -> None:
+            for ask in asks:
+                self._ask(peer, ask)
+
+        return run
 
     def _cold(self, size: int) -> Callable[[], Callable[[Peer], None]]:
         def one() -> Callable[[Peer], None]:
@@ -346,8 +351,8 @@ def main() -> None:
     core = max(available_cores())
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        peers = [stack.enter_context(kvferry("kvferry gguf", "Q4_1")),
-                 stack.enter_context(kvferry("kvferry int8", "Q8_0", "--quantization=int8"))]  # fmt: skip
+        ours = (("kvferry gguf", "Q4_1"), ("kvferry int8", "Q8_0", "--quantization=int8"))
+        peers = [stack.enter_context(kvferry(*arguments)) for arguments in ours]
         if asked.llama_server is None:
             _progress("llama-server is not there: left out (--llama-server PATH)")
         else:

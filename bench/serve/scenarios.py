@@ -13,7 +13,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvferry.bench.client.figures import gaps_touching, gaps_within, tokens_per_second
-from kvferry.bench.client.load import Answer, Ask, Recording, completion, stream, together
+from kvferry.bench.client.load import (
+    Answer,
+    Ask,
+    Recording,
+    Target,
+    completion,
+    stream,
+    together,
+)
 from kvferry.bench.client.prompts import Prompts
 from kvferry.bench.server import Server
 
