@@ -4,7 +4,7 @@ ARGS ?=
 BIN := .venv/bin
 PIP := $(BIN)/pip --disable-pip-version-check install
 
-.PHONY: serve test test-slow test-clients check acceptance bench bench-equality bench-gateway bench-peers bench-streams soak lock clean
+.PHONY: serve test test-slow test-arm test-clients check acceptance bench bench-equality bench-gateway bench-peers bench-streams soak lock clean
 
 serve: .venv/ready
 	@$(BIN)/kvferry serve $(ARGS)
@@ -20,6 +20,11 @@ test: .venv/ready
 test-slow: .venv/ready
 	@$(BIN)/python -m kvferry.tests.rigs.models.vocabularies
 	@$(BIN)/pytest -n 2 --dist loadscope -m slow $(ARGS)
+
+# Under qemu-user, which has to be there; the compiler comes as a wheel of 90 MB.
+test-arm: .venv/ready
+	@$(PIP) --quiet ziglang
+	@$(BIN)/python -m kvferry.tests.engine.native.arm
 
 test-clients: .venv/ready
 	@$(BIN)/python -m kvferry.tests.clients $(ARGS)

@@ -64,9 +64,7 @@ def at(array: Any) -> int:
 def bytes_of(format: str, rows: int, columns: int) -> int:
     if format in BLOCK_BYTES:
         return rows * columns // 32 * BLOCK_BYTES[format]
-    return rows * columns * {"float32": 4, "bfloat16": 2}.get(format, 1) + (
-        rows * columns // 64 * 4 if format == "int8" else 0
-    )
+    return rows * columns * {"float32": 4, "bfloat16": 2}[format]
 
 
 def products(kernels: Kernels, format: str, size: tuple[int, int]) -> list[float]:

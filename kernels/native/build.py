@@ -62,14 +62,6 @@ def find_library(cache_dir: Path) -> Path:
     return path
 
 
-def build(target: Path, machine: str = platform.machine(), extra: Sequence[str] = ()) -> None:
-    """Compiles the library for `machine` as the new file `target`, which appears when it is whole.
-
-    NotNative as `find_library`.
-    """
-    _build([*_compiler(), *extra], target, machine)
-
-
 def _compiler() -> list[str]:
     for name in COMPILERS:
         if found := shutil.which(name):
@@ -81,37 +73,37 @@ def _compiler() -> list[str]:
     )
 
 
-def _units(machine: str) -> Mapping[str, tuple[str, Sequence[str]]]:
-    """What is compiled: by object name the source and its own flags."""
-    units: dict[str, tuple[str, Sequence[str]]] = {
+def units(machine: str) -> Mapping[str, tuple[str, Sequence[str]]]:
+    """What is compiled for a machine: by object name the source and its own flags."""
+    found: dict[str, tuple[str, Sequence[str]]] = {
         name: (f"{name}.c", ()) for name in ("engine", "threads", "dispatch", "angles")
     }
-    units["portable"] = ("kernels.c", ("-DKERNELS=portable",))
+    found["portable"] = ("kernels.c", ("-DKERNELS=portable",))
     if machine in ("x86_64", "AMD64"):
-        units["avx2"] = ("kernels.c", ("-DKERNELS=avx2", *AVX2))
-        units["avx512"] = ("kernels.c", ("-DKERNELS=avx512", *AVX512))
-    return dict(reversed(units.items()))  # what takes longest first
+        found["avx2"] = ("kernels.c", ("-DKERNELS=avx2", *AVX2))
+        found["avx512"] = ("kernels.c", ("-DKERNELS=avx512", *AVX512))
+    return dict(reversed(found.items()))  # what takes longest first
 
 
 def _name(compiler: Sequence[str]) -> str:
     version = subprocess.run(
         [*compiler, "--version"], capture_output=True, check=False, timeout=SECONDS
     ).stdout
-    digest = blake2b(repr((FLAGS, _units(platform.machine()))).encode() + version, digest_size=8)
+    digest = blake2b(repr((FLAGS, units(platform.machine()))).encode() + version, digest_size=8)
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + source.read_bytes())
     return digest.hexdigest()
 
 
-def _build(compiler: Sequence[str], target: Path, machine: str = platform.machine()) -> None:
+def _build(compiler: Sequence[str], target: Path) -> None:
     began = time.monotonic()
     log.info("compiling the native engine once, into %s", target)
     with tempfile.TemporaryDirectory(prefix=".build-", dir=target.parent) as folder:
-        units = _units(machine)
-        objects = [str(Path(folder) / f"{name}.o") for name in units]
+        parts = units(platform.machine())
+        objects = [str(Path(folder) / f"{name}.o") for name in parts]
         commands = [
             [*compiler, *FLAGS, *flags, "-c", str(SOURCES / source), "-o", made]
-            for (source, flags), made in zip(units.values(), objects, strict=True)
+            for (source, flags), made in zip(parts.values(), objects, strict=True)
         ]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(_run, commands))

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from kvferry.kernels.errors import NotNative
 
-INTERFACE = 2
+INTERFACE = 3
 LANES = 16
 PANELS = 4
 """Panels of 16 rows come in multiples of so many."""
-FORMATS = ("float32", "bfloat16", "int8", "q8_0", "q4_0", "q4_1")
+FORMATS = ("float32", "bfloat16", "q8_0", "q4_0", "q4_1")
 """Of weights, in the order of their numbers; `csrc/kernels.h` says how they lie in memory."""
 KV_TYPES = ("float32", "bfloat16", "float16")
 DONE, STOPPED, NO_MEMORY = range(3)

@@ -16,7 +16,7 @@ from kvferry.kernels.native.library import LANES, PANELS
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
 
-GROUPS = {"int8": 64, "q8_0": 32, "q4_0": 32, "q4_1": 32}
+GROUPS = {"q8_0": 32, "q4_0": 32, "q4_1": 32}
 """Columns that share a scale, by format."""
 ROWS = LANES * PANELS
 COLUMNS = 64
@@ -40,17 +40,11 @@ def pack_floats(weights: Floats, dtype: str) -> Bytes:
     return _bytes(((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16))
 
 
-def pack_int8(weights: Floats) -> Bytes:
-    """``[rows, columns]`` quantised in groups of 64: the largest magnitude becomes 127."""
-    groups = _groups(_padded(weights, 0.0), GROUPS["int8"])
-    scales, whole = _quantised(groups)
-    return _joined([scales], (whole.view(np.uint8) ^ np.uint8(128)))
-
-
 def quantise_q8_0(weights: Floats) -> Bytes:
-    """``[rows, columns]`` as GGUF's Q8_0 blocks, ``[rows, bytes]``; columns fill whole groups."""
+    """``[rows, columns]`` as GGUF's Q8_0 blocks, ``[rows, bytes]``: of each 32 columns the largest
+    magnitude becomes 127. Columns fill whole groups."""
     rows, columns = weights.shape
-    scales, whole = _quantised(weights.reshape(rows, columns // 32, 32), np.float16)
+    scales, whole = _quantised(weights.reshape(rows, columns // 32, 32))
     blocks = np.concatenate([scales[..., None].view(np.uint8), whole.view(np.uint8)], axis=2)
     return blocks.reshape(rows, -1)
 
@@ -69,9 +63,9 @@ def pack_blocks(blocks: Bytes, format: str) -> Bytes:
                     for at in range(0, heads, 2)], weights)  # fmt: skip
 
 
-def _quantised(groups: Floats, dtype: type[np.floating[Any]] = np.float32) -> tuple[Any, Any]:
+def _quantised(groups: Floats) -> tuple[NDArray[np.float16], NDArray[np.int8]]:
     """Scales and whole numbers from -127 to 127 of ``[rows, groups, group]``."""
-    scales = (np.abs(groups).max(axis=2) / np.float32(127)).astype(dtype)
+    scales = (np.abs(groups).max(axis=2) / np.float32(127)).astype(np.float16)
     wide = scales.astype(np.float32)[..., None]
     with np.errstate(divide="ignore", invalid="ignore"):
         whole = np.where(wide > 0, np.rint(groups / wide), np.float32(0))
@@ -88,10 +82,6 @@ def _padded(weights: Floats, value: float) -> Floats:
 def _panels(values: NDArray[Any]) -> NDArray[Any]:
     """Rows ``[rows, ...]`` as ``[panels, 16, ...]``."""
     return values.reshape(len(values) // LANES, LANES, *values.shape[1:])
-
-
-def _groups(values: NDArray[Any], group: int) -> NDArray[Any]:
-    return values.reshape(len(values), -1, group)
 
 
 def _joined(heads: list[NDArray[Any]], weights: Bytes) -> Bytes:

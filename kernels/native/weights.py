@@ -32,13 +32,12 @@ from kvferry.kernels.native.packing import (
     ROWS,
     pack_blocks,
     pack_floats,
-    pack_int8,
     pad,
     quantise_q8_0,
 )
 from kvferry.kernels.native.sources import Source
 
-PACKING = 1
+PACKING = 2
 """Raised when the same weights are packed otherwise, so that old files are not used."""
 _MAGIC = b"kvferry weights\0"
 _ALIGNMENT = 64
@@ -116,7 +115,8 @@ def pack_weights(path: Path, source: Source, shapes: Shapes, quantization: str) 
 
     Parameters
     ----------
-    quantization : `float32`, `bfloat16`, `int8` or `gguf`, as the file has them.
+    quantization : `float32`, `bfloat16`, `int8` (the form of GGUF's Q8_0) or `gguf`: as the file
+        has them.
 
     Raises
     ------
@@ -165,12 +165,10 @@ def _matrix(source: Source, name: str, shape: tuple[int, ...], quantization: str
         data = pack_blocks(blocks.data, blocks.format)
         return Tensor(data, blocks.format, rows, columns)
     values = source.floats(name, shape)
-    if quantization == "gguf":
+    if quantization in ("gguf", "int8"):
         whole = np.zeros((shape[0], pad(shape[1], GROUPS["q8_0"])), np.float32)
         whole[:, : shape[1]] = values
         return Tensor(pack_blocks(quantise_q8_0(whole), "q8_0"), "q8_0", rows, columns)
-    if quantization == "int8":
-        return Tensor(pack_int8(values), "int8", rows, columns)
     return Tensor(pack_floats(values, quantization), quantization, rows, columns)
 
 

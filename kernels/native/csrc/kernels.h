@@ -21,10 +21,10 @@
 enum {
     FORMAT_FLOAT32,
     FORMAT_BFLOAT16,
-    FORMAT_INT8,  // groups of 64, scales in float32; weights from -127 to 127, plus 128
-    FORMAT_Q8_0,  // groups of 32, scales in float16; weights from -128 to 127, plus 128
-    FORMAT_Q4_0,  // groups of 32, scales in float16; weights from -8 to 7, plus 8
-    FORMAT_Q4_1,  // groups of 32, scales and minima in float16; weights from 0 to 15
+    // Groups of 32, scales in float16.
+    FORMAT_Q8_0, // weights from -128 to 127, plus 128
+    FORMAT_Q4_0, // weights from -8 to 7, plus 8
+    FORMAT_Q4_1, // minima in float16; weights from 0 to 15
 };
 
 enum { KV_FLOAT32, KV_BFLOAT16, KV_FLOAT16 };
@@ -93,7 +93,7 @@ typedef struct {
 // Columns that share a scale; 0 for floats.
 static inline int group_of(int format)
 {
-    return format == FORMAT_INT8 ? 64 : format >= FORMAT_Q8_0 ? 32 : 0;
+    return format >= FORMAT_Q8_0 ? 32 : 0;
 }
 
 // Bytes of one column of a panel, or of a group of columns of it.
@@ -104,8 +104,6 @@ static inline int unit_bytes(int format)
         return 4 * LANES;
     case FORMAT_BFLOAT16:
         return 2 * LANES;
-    case FORMAT_INT8:
-        return (4 + 64) * LANES;
     case FORMAT_Q8_0:
         return (2 + 32) * LANES;
     case FORMAT_Q4_0:

@@ -35,7 +35,7 @@ SPECIALISED void tile_of_bytes(int format, int rows, int panels, const uint8_t *
                           int row, float *out, int64_t stride)
 {
     const int group = group_of(format), groups = x->columns / group;
-    const int scale_bytes = format == FORMAT_INT8 ? 4 * LANES : 2 * LANES;
+    const int scale_bytes = 2 * LANES;
     const int offset = format == FORMAT_Q4_0 ? 8 : format == FORMAT_Q4_1 ? 0 : WEIGHT_OFFSET;
     const int four_bits = format == FORMAT_Q4_0 || format == FORMAT_Q4_1;
     V sums[TILE_ROWS][TILE_PANELS];
@@ -78,7 +78,7 @@ SPECIALISED void tile_of_bytes(int format, int rows, int panels, const uint8_t *
         }
         UNROLL for (int p = 0; p < panels; p++) {
             const uint8_t *at = weights + p * panel;
-            V scale = format == FORMAT_INT8 ? v_load((const float *)at) : v_load_f16((const uint16_t *)at);
+            V scale = v_load_f16((const uint16_t *)at);
             UNROLL for (int r = 0; r < rows; r++) {
                 int64_t own = (int64_t)(row + r) * groups + g;
                 V factor = v_mul(scale, v_set(x->scales[own]));
@@ -101,7 +101,7 @@ SPECIALISED void multiply_rows(int format, int rows, const Matrix *matrix, int p
     const int64_t bytes = panel_bytes(format, matrix->columns);
     const uint8_t *weights = matrix->data + panel * bytes;
     for (int done = 0; done < count; done += VECTORS(rows), weights += VECTORS(rows) * bytes) {
-        if (format >= FORMAT_INT8)
+        if (format >= FORMAT_Q8_0)
             tile_of_bytes(format, rows, VECTORS(rows), weights, bytes, x, row, out + done * LANES, stride);
         else
             tile_of_floats(format, rows, VECTORS(rows), weights, bytes, x, row, out + done * LANES, stride);
@@ -122,7 +122,6 @@ SPECIALISED void multiply_rows(int format, int rows, const Matrix *matrix, int p
 
 MULTIPLY(FORMAT_FLOAT32)
 MULTIPLY(FORMAT_BFLOAT16)
-MULTIPLY(FORMAT_INT8)
 MULTIPLY(FORMAT_Q8_0)
 MULTIPLY(FORMAT_Q4_0)
 MULTIPLY(FORMAT_Q4_1)
@@ -135,8 +134,8 @@ static void multiply(const Matrix *matrix, int panel, int count, const Rows *x, 
 {
     static Multiply *const of_format[] = {
         [FORMAT_FLOAT32] = multiply_FORMAT_FLOAT32, [FORMAT_BFLOAT16] = multiply_FORMAT_BFLOAT16,
-        [FORMAT_INT8] = multiply_FORMAT_INT8,       [FORMAT_Q8_0] = multiply_FORMAT_Q8_0,
-        [FORMAT_Q4_0] = multiply_FORMAT_Q4_0,       [FORMAT_Q4_1] = multiply_FORMAT_Q4_1,
+        [FORMAT_Q8_0] = multiply_FORMAT_Q8_0,       [FORMAT_Q4_0] = multiply_FORMAT_Q4_0,
+        [FORMAT_Q4_1] = multiply_FORMAT_Q4_1,
     };
     Multiply *const some = of_format[matrix->format];
     for (int done = 0; done < count; done += TILE_PANELS) {
@@ -161,14 +160,14 @@ static void embed(const Matrix *matrix, int row, float *out)
     }
     for (int column = 0; column < matrix->columns; column++) {
         const uint8_t *unit = at + column / group * unit_bytes(format);
-        const int within = column % group, scale_bytes = format == FORMAT_INT8 ? 4 * LANES : 2 * LANES;
+        const int within = column % group, scale_bytes = 2 * LANES;
         float scales[LANES], minima[LANES] = {0};
-        v_store(scales, format == FORMAT_INT8 ? v_load((const float *)unit) : v_load_f16((const uint16_t *)unit));
+        v_store(scales, v_load_f16((const uint16_t *)unit));
         if (format == FORMAT_Q4_1)
             v_store(minima, v_load_f16((const uint16_t *)(unit + scale_bytes)));
         unit += scale_bytes + (format == FORMAT_Q4_1 ? scale_bytes : 0);
         int weight;
-        if (format == FORMAT_INT8 || format == FORMAT_Q8_0) {
+        if (format == FORMAT_Q8_0) {
             weight = unit[within / 4 * 4 * LANES + 4 * lane + within % 4] - 128;
         } else {
             const int half = within % (group / 2);

@@ -25,7 +25,6 @@ from kvferry.kernels.native.packing import (
     GROUPS,
     pack_blocks,
     pack_floats,
-    pack_int8,
     pad,
     quantise_q8_0,
 )
@@ -184,10 +183,6 @@ def packed(weights: Array, format: str) -> tuple[Array, Array]:
         bits = weights.view(np.uint32)
         rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16 << 16
         return pack_floats(weights, format), rounded.astype(np.uint32).view(np.float32)
-    grouped = weights.reshape(rows, -1, GROUPS[format]).astype(np.float64)
-    if format == "int8":
-        scale = (np.abs(grouped).max(axis=2) / 127).astype(np.float32)[..., None]
-        return pack_int8(weights), (np.rint(grouped / scale) * scale).reshape(rows, columns)
     draw = np.random.default_rng(11)
     if format == "q8_0":
         blocks = quantise_q8_0(weights).reshape(rows, -1, 34)
